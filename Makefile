@@ -1,0 +1,63 @@
+# Everything a person or CI runs. `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit netns fmt lint types layers check lock ci clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+# -- for users -----------------------------------------------------------------
+
+setup: $(VENV)/.setup ## make .venv with the programs; system packages too where apt is present
+
+demo: setup ## capture a pod through a real CNI chain and prove it with connections (root)
+	@$(BIN)/python -m examples.demo
+
+test: $(VENV)/.setup-dev ## unit tests, and with root the tests in network namespaces
+	@$(BIN)/pytest
+
+# -- for developers ------------------------------------------------------------
+
+unit: $(VENV)/.setup-dev ## tests that need no root
+	@$(BIN)/pytest tests/unit
+
+netns: $(VENV)/.setup-dev ## tests in network namespaces (root)
+	@$(BIN)/pytest tests/netns
+
+fmt: $(VENV)/.setup-dev ## format the code
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+lint: $(VENV)/.setup-dev ## check style
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: $(VENV)/.setup-dev ## check types
+	@$(BIN)/mypy
+
+layers: $(VENV)/.setup-dev ## check who may import whom
+	@$(BIN)/lint-imports --no-logo
+
+check: lint types layers unit ## all that needs no root
+
+ci: lint types layers test demo ## what CI runs, in its order
+
+lock: ## pin the dependencies anew (needs uv)
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --extra build pyproject.toml -o requirements.lock
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --extra build --extra dev pyproject.toml -o requirements-dev.lock
+
+clean: ## remove what was made here
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(VENV)/.setup: requirements.lock pyproject.toml packaging/setup
+	@PYTHON=$(PYTHON) packaging/setup $(VENV) requirements.lock
+	@touch $@
+
+$(VENV)/.setup-dev: requirements-dev.lock pyproject.toml packaging/setup
+	@PYTHON=$(PYTHON) packaging/setup $(VENV) requirements-dev.lock
+	@touch $@ $(VENV)/.setup

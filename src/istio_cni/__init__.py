@@ -1,0 +1,1 @@
+"""Traffic capture for a service mesh: `istio-cni`, a CNI plugin, and `istio-iptables`."""

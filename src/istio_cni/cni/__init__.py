@@ -1,0 +1,1 @@
+"""The CNI protocol: request in, one JSON document out. Knows nothing of meshes."""

@@ -1,0 +1,1 @@
+"""The outside, one thing a module: namespaces, iptables, netlink, the API server, files."""

@@ -1,0 +1,1 @@
+"""The CNI plugin `istio-cni`: look the pod up, decide, program, answer."""
