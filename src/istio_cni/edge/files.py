@@ -1,0 +1,144 @@
+"""Files of ours: written whole, read whole, locked, relative to their directory's descriptor.
+
+A reader never sees half a file: content goes to a temporary name, is flushed, then renamed over. No
+link is followed where none is expected.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from istio_cni.errors import IOFailure, TryAgainLater, quoted
+
+READ_MAX_BYTES = 1 << 20
+
+
+def write_whole(path: str, content: bytes, mode: int = 0o600) -> None:
+    """Replace a file's content; an existing file's mode and owner are kept. Raises IOFailure."""
+    directory, name = os.path.split(path)
+    try:
+        parent = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _replace(parent, name, content, mode)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise IOFailure(f"cannot write {quoted(path)}: {error.strerror}") from error
+
+
+def _replace(parent: int, name: str, content: bytes, mode: int) -> None:
+    temporary = f".{name}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    file = os.open(temporary, flags, mode, dir_fd=parent)
+    try:
+        with os.fdopen(file, "wb") as stream:
+            _keep_owner(parent, name, stream.fileno())
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+    except BaseException:
+        os.unlink(temporary, dir_fd=parent)
+        raise
+    os.fsync(parent)
+
+
+def _keep_owner(parent: int, name: str, file: int) -> None:
+    try:
+        before = os.stat(name, dir_fd=parent, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    os.fchmod(file, before.st_mode & 0o7777)
+    os.fchown(file, before.st_uid, before.st_gid)
+
+
+def read_whole(path: str) -> bytes | None:
+    """Return a file's content, None if there is no such file; at most 1 MiB. Raises IOFailure."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            with open(file, "rb", closefd=False) as stream:  # refuses a directory
+                return stream.read(READ_MAX_BYTES)
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IOFailure(f"cannot read {quoted(path)}: {error.strerror}") from error
+
+
+def list_names(directory: str) -> list[str]:
+    """Return the names in a directory, sorted; none if it does not exist. Raises IOFailure."""
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise IOFailure(f"cannot list {quoted(directory)}: {error.strerror}") from error
+
+
+def make_directory(path: str, mode: int = 0o700) -> None:
+    """Make a directory and its parents; one that exists is kept as it is. Raises IOFailure."""
+    try:
+        os.makedirs(path, mode, exist_ok=True)
+    except OSError as error:
+        raise IOFailure(f"cannot make the directory {quoted(path)}: {error.strerror}") from error
+
+
+def remove(path: str) -> bool:
+    """Remove a file; False if there is none. Raises IOFailure."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise IOFailure(f"cannot remove {quoted(path)}: {error.strerror}") from error
+    return True
+
+
+class FileLock:
+    """An exclusive lock file: waited for until a deadline, released and removed on the way out.
+
+    The file that a waiter has opened may be removed by the former holder; it then opens the new
+    one. Raises TryAgainLater when it is not to be had in time, IOFailure when it cannot be made.
+    """
+
+    __slots__ = ("_file", "deadline", "path")
+
+    def __init__(self, path: str, deadline: float) -> None:
+        self.path = path
+        self.deadline = deadline
+        self._file = -1
+
+    def __enter__(self) -> FileLock:
+        try:
+            while not self._take():
+                if time.monotonic() >= self.deadline:
+                    raise TryAgainLater(f"another call holds {quoted(self.path)}")
+                time.sleep(0.01)
+        except OSError as error:
+            raise IOFailure(f"cannot lock {quoted(self.path)}: {error.strerror}") from error
+        return self
+
+    def _take(self) -> bool:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file).st_ino == os.stat(self.path, follow_symlinks=False).st_ino:
+                self._file = file
+                return True
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        os.close(file)
+        return False
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            os.unlink(self.path)
+        except OSError:  # the directory went away: nothing to lock any more
+            return
+        finally:
+            os.close(self._file)

@@ -1,0 +1,202 @@
+"""A netlink socket, and the frames that go through it.
+
+Every wait is bounded by a timeout, every answer is matched to its question, and an error comes with
+the kernel's own words where it has any (the extended acknowledgement).
+
+Source: include/uapi/linux/netlink.h
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+from istio_cni.errors import ProgrammingFailed
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Self
+
+DUMP = 0x300
+CREATE_NEW = 0x600  # CREATE | EXCL: an error if it exists
+DUMP_TRIES = 5
+
+_SOL_NETLINK, _CAP_ACK, _EXT_ACK = 270, 10, 11
+_REQUEST, _ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x1, 0x4, 0x10, 0x200
+_ERROR, _DONE = 2, 3
+_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_KIND_BITS = 0x3FFF  # of an attribute's type; the others say "nested" and "network order"
+_RECEIVE_BYTES = 1 << 16  # the kernel writes lists in pieces of 32 KiB at most
+_SO_NETNS_COOKIE = 71
+
+
+class Refused(ProgrammingFailed):
+    """The kernel answered with an error; `errno` says which."""
+
+    errno = 0
+
+
+class Netlink:
+    """One netlink socket of the calling thread's namespace; a context manager."""
+
+    def __init__(self, protocol: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._sequence = 0
+        kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
+        try:
+            self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
+        except OSError as error:
+            raise _refused("opening a netlink socket", error.errno or 0) from error
+        self._socket.setsockopt(_SOL_NETLINK, _EXT_ACK, 1)
+        self._socket.setsockopt(_SOL_NETLINK, _CAP_ACK, 1)
+        self._socket.settimeout(timeout_s)
+        self._socket.bind((0, 0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the socket; after deletions in nf_tables that takes a grace period, 7 to 20 ms."""
+        self._socket.close()
+
+    def ask(self, doing: str, kind: int, flags: int, body: bytes) -> list[bytes]:
+        """Send one request and return the payloads of its replies; none if it is only acknowledged.
+
+        A list that changed while the kernel wrote it is asked for again, `DUMP_TRIES` times in all.
+        """
+        for _ in range(DUMP_TRIES):
+            self._send(doing, self._message(kind, flags | _ACK, body))
+            replies, interrupted = self._replies(doing)
+            if not interrupted:
+                return replies
+        raise ProgrammingFailed(f"{doing}: the list changed each of {DUMP_TRIES} times it was read")
+
+    def change(self, doing: str, kind: int, flags: int, body: bytes, unless: int) -> bool:
+        """Send one request; False if the kernel answers with the error number `unless`."""
+        try:
+            self.ask(doing, kind, flags, body)
+        except Refused as refused:
+            if refused.errno != unless:
+                raise
+            return False
+        return True
+
+    def batch(self, doing: str, messages: list[tuple[int, int, bytes]]) -> None:
+        """Send several messages in one datagram and raise the first error that comes back.
+
+        The kernel has carried them out, and queued all replies, when sending returns; so nothing is
+        waited for, and no acknowledgement asked for: kernels before 6.10 do not send the last one.
+        """
+        before = self._sequence
+        self._send(doing, b"".join(self._message(*message) for message in messages))
+        self._socket.setblocking(False)
+        try:
+            while True:
+                for kind, flags, sequence, payload in self._receive(doing):
+                    if kind == _ERROR and sequence > before:
+                        _check(doing, kind, flags, payload)
+        except BlockingIOError:
+            return
+        finally:
+            self._socket.settimeout(self._timeout_s)
+
+    def _message(self, kind: int, flags: int, body: bytes) -> bytes:
+        self._sequence += 1
+        size = _HEADER.size + len(body)
+        return _HEADER.pack(size, kind, _REQUEST | flags, self._sequence, 0) + body
+
+    def _send(self, doing: str, data: bytes) -> None:
+        try:
+            self._socket.sendto(data, (0, 0))
+        except OSError as error:
+            raise _refused(doing, error.errno or 0) from error
+
+    def _replies(self, doing: str) -> tuple[list[bytes], bool]:
+        """Collect the answers to the last request, and say whether their list was interrupted."""
+        replies: list[bytes] = []
+        interrupted = False
+        while True:
+            for kind, flags, sequence, payload in self._receive(doing):
+                if sequence != self._sequence:  # late: its request has timed out
+                    continue
+                interrupted |= bool(flags & _DUMP_INTERRUPTED)
+                if kind in (_ERROR, _DONE):
+                    _check(doing, kind, flags, payload)
+                    return replies, interrupted
+                replies.append(payload)
+
+    def _receive(self, doing: str) -> Iterator[tuple[int, int, int, bytes]]:
+        """Take one datagram: type, flags, sequence number and payload of each message in it."""
+        try:
+            data, sender = self._socket.recvfrom(_RECEIVE_BYTES)
+        except BlockingIOError:  # only while a batch's replies are drained
+            raise
+        except TimeoutError as error:
+            late = f"{doing}: no answer from the kernel within {self._timeout_s:g} s"
+            raise ProgrammingFailed(late) from error
+        except OSError as error:
+            raise _refused(doing, error.errno or 0) from error
+        at = (
+            0 if sender[0] == 0 else len(data)
+        )  # port 0 is the kernel; a process could forge a reply
+        while at + _HEADER.size <= len(data):
+            size, kind, flags, sequence, _ = _HEADER.unpack_from(data, at)
+            yield kind, flags, sequence, data[at + _HEADER.size : at + size]
+            at += max(_padded(size), _HEADER.size)
+
+
+def _check(doing: str, kind: int, flags: int, payload: bytes) -> None:
+    """Raise the error that the last message of a reply reports, if it does."""
+    code = -struct.unpack_from("=i", payload)[0] if len(payload) >= 4 else 0
+    if code == 0:
+        return
+    copied = _HEADER.size if kind == _ERROR else 0  # an error repeats the header of the request
+    said = dict(attributes(payload, 4 + copied)) if flags & _ACK_HAS_ATTRIBUTES else {}
+    raise _refused(doing, code, text(said.get(1, b"")))
+
+
+def _refused(doing: str, code: int, words: str = "") -> Refused:
+    refused = Refused(f"{doing}: {os.strerror(code)}" + (f" ({words})" if words else ""))
+    refused.errno = code
+    return refused
+
+
+def _padded(size: int) -> int:
+    return (size + 3) & ~3
+
+
+def attribute(kind: int, payload: bytes) -> bytes:
+    """Pack one attribute, padded to four bytes."""
+    size = 4 + len(payload)
+    return struct.pack("=HH", size, kind) + payload + bytes(_padded(size) - size)
+
+
+def attributes(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
+    """Unpack the attributes from offset `at` on: number and payload."""
+    while at + 4 <= len(data):
+        size, kind = struct.unpack_from("=HH", data, at)
+        yield kind & _KIND_BITS, data[at + 4 : at + size]
+        at += max(_padded(size), 4)
+
+
+def text(raw: bytes) -> str:
+    """Decode a NUL-terminated string; bytes that are not UTF-8 survive the way back."""
+    return raw.partition(b"\0")[0].decode(errors="surrogateescape")
+
+
+def namespace_cookie() -> int:
+    """Identify the calling thread's network namespace until the next boot; 0 before kernel 5.14.
+
+    Unlike the inode number of a namespace file it is never used a second time.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
+        try:
+            raw = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+        except OSError:
+            return 0
+    return int(struct.unpack("=Q", raw)[0])

@@ -1,0 +1,262 @@
+"""Addresses, policy rules and routes: rtnetlink, as far as capture needs it.
+
+TPROXY needs a policy rule and a route that deliver marked packets to this host, IPv6 capture an
+additional address on `lo`, and whether there is IPv6 to capture shows in the pod's addresses.
+Integers are in host order here. Additions and deletions say whether they changed anything, so that
+whoever fails later can take back exactly what was done.
+
+Source: include/uapi/linux/rtnetlink.h, if_addr.h, fib_rules.h
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+from collections import namedtuple
+
+from istio_cni.edge.netlink.messages import (
+    CREATE_NEW,
+    DUMP,
+    Netlink,
+    Refused,
+    attribute,
+    attributes,
+)
+
+LOOPBACK_INDEX = 1  # `lo` has it in every namespace: net/core/dev.c relies on it
+WHOLE_MARK = 0xFFFFFFFF  # mask of a policy rule that compares all bits
+
+_NEWLINK, _GETLINK = 16, 18
+_NEWADDR, _DELADDR, _GETADDR = 20, 21, 22
+_NEWROUTE, _DELROUTE, _GETROUTE = 24, 25, 26
+_NEWRULE, _DELRULE, _GETRULE = 32, 33, 34
+_LINK = struct.Struct("=BBHiII")  # family, -, type, index, flags, change
+_ADDRESS = struct.Struct("=BBBBI")  # family, prefix length, flags, scope, index
+_ROUTE = struct.Struct("=BBBBBBBBI")  # family, dst, src, tos, table, protocol, scope, type, flags
+_RULE = struct.Struct("=BBBBBBBBI")  # family, dst, src, tos, table, -, -, action, flags
+_IFF_UP = 1
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_RTA_OIF, _RTA_TABLE = 4, 15
+_PROTOCOL_ANY, _PROTOCOL_BOOT = 0, 3
+_SCOPE_GLOBAL, _SCOPE_HOST, _SCOPE_ANY = 0, 254, 255
+_TYPE_LOCAL = 2
+_TABLE_LOCAL = 255
+_FRA_PRIORITY, _FRA_MARK, _FRA_TABLE, _FRA_MASK = 6, 10, 15, 16
+_FRA_NAMED = (_FRA_PRIORITY, _FRA_MARK, _FRA_TABLE, _FRA_MASK)
+_FRA_DEFAULTS = ((14, b"\xff\xff\xff\xff"), (21, b"\0"))  # no prefix suppressed, no protocol given
+_PLAIN_RULE = _RULE.pack(0, 0, 0, 0, 0, 0, 0, 1, 0)  # action 1: look up the table
+
+_AF = {4: int(socket.AF_INET), 6: int(socket.AF_INET6)}
+_FAMILY = {number: family for family, number in _AF.items()}
+
+
+class Address(namedtuple("Address", ("family", "address", "prefix_length", "ifindex"))):
+    """An interface's own address: `family` is 4 or 6, `address` its canonical text."""
+
+    __slots__ = ()
+    family: int
+    address: str
+    prefix_length: int
+    ifindex: int
+
+
+class PolicyRule(
+    namedtuple(
+        "PolicyRule", ("family", "priority", "mark", "mask", "table", "rest"), defaults=(b"",)
+    )
+):
+    """`ip rule … priority PRIORITY fwmark MARK/MASK lookup TABLE`, `family` being 4 or 6.
+
+    `rest` is empty for a rule that says no more than this. Otherwise it is all else that the kernel
+    says of it, in its own form, so that a listed rule can be deleted, and put back, exactly.
+    """
+
+    __slots__ = ()
+    family: int
+    priority: int
+    mark: int
+    mask: int
+    table: int
+    rest: bytes
+
+
+class LocalRoute(namedtuple("LocalRoute", ("family", "table"))):
+    """`ip route … local default dev lo table TABLE`: what is looked up there is for this host."""
+
+    __slots__ = ()
+    family: int
+    table: int
+
+
+class Route(Netlink):
+    """rtnetlink in the namespace of the thread that makes this; a context manager."""
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        super().__init__(socket.NETLINK_ROUTE, timeout_s)
+
+    def addresses(self) -> tuple[Address, ...]:
+        """List the addresses of all interfaces, whatever their state, in the kernel's order."""
+        request = _ADDRESS.pack(0, 0, 0, 0, 0)
+        found = []
+        for reply in self.ask("listing the addresses", _GETADDR, DUMP, request):
+            family, prefix_length, _, _, ifindex = _ADDRESS.unpack_from(reply)
+            said = dict(attributes(reply, _ADDRESS.size))
+            own = said.get(_IFA_LOCAL) or said.get(
+                _IFA_ADDRESS
+            )  # with both, the latter is the peer
+            if family in _FAMILY and own:
+                address = socket.inet_ntop(family, own)
+                found.append(Address(_FAMILY[family], address, prefix_length, ifindex))
+        return tuple(found)
+
+    def loopback_is_up(self) -> bool:
+        """Say whether `lo` is up, administratively."""
+        request = _LINK.pack(0, 0, 0, LOOPBACK_INDEX, 0, 0)
+        reply = self.ask("reading the state of lo", _GETLINK, 0, request)[0]
+        return bool(_LINK.unpack_from(reply)[4] & _IFF_UP)
+
+    def set_loopback(self, up: bool) -> None:
+        """Bring `lo` up, or down, which also removes its IPv6 addresses and routes through it."""
+        body = _LINK.pack(0, 0, 0, LOOPBACK_INDEX, _IFF_UP if up else 0, _IFF_UP)
+        self.ask(f"setting lo {'up' if up else 'down'}", _NEWLINK, 0, body)
+
+    def add_loopback_address(self, family: int, address: str, prefix_length: int) -> bool:
+        """Give `lo` an address; False if it has it."""
+        doing = f"adding the address {address}/{prefix_length} to lo"
+        body = _address_body(family, address, prefix_length)
+        return self.change(doing, _NEWADDR, CREATE_NEW, body, unless=errno.EEXIST)
+
+    def delete_loopback_address(self, family: int, address: str, prefix_length: int) -> bool:
+        """Take an address from `lo`; False if it does not have it."""
+        doing = f"deleting the address {address}/{prefix_length} from lo"
+        body = _address_body(family, address, prefix_length)
+        return self.change(doing, _DELADDR, 0, body, unless=errno.EADDRNOTAVAIL)
+
+    def policy_rules(self, family: int) -> tuple[PolicyRule, ...]:
+        """List the policy rules of a family in order; none if the kernel lacks the family."""
+        replies = self._list(f"listing the IPv{family} policy rules", _GETRULE, family)
+        return tuple(_parse_rule(reply) for reply in replies)
+
+    def add_policy_rule(self, rule: PolicyRule) -> bool:
+        """Add a rule; False if the very same one is there, priority included."""
+        doing = f"adding {_shown_rule(rule)}"
+        return self.change(doing, _NEWRULE, CREATE_NEW, _rule_body(rule), unless=errno.EEXIST)
+
+    def delete_policy_rule(self, rule: PolicyRule) -> bool:
+        """Delete a rule as `policy_rules` lists it; False if it is not there.
+
+        The kernel takes what a request leaves out for "any". So this looks first; but of two rules
+        of one priority that differ only in that one says more, the earlier one goes.
+        """
+        if rule not in self.policy_rules(rule.family):
+            return False
+        doing = f"deleting {_shown_rule(rule)}"
+        return self.change(doing, _DELRULE, 0, _rule_body(rule), unless=errno.ENOENT)
+
+    def local_routes(self, family: int) -> tuple[LocalRoute, ...]:
+        """List the tables, other than `local`, by which everything is delivered to this host."""
+        replies = self._list(f"listing the IPv{family} routes", _GETROUTE, family)
+        routes = (_parse_route(reply) for reply in replies)
+        return tuple(dict.fromkeys(route for route in routes if route))
+
+    def add_local_route(self, route: LocalRoute) -> bool:
+        """Add a route; False if it is there. Another default route in its table is an error."""
+        doing = f"adding {_shown_route(route)}"
+        body = _route_body(route, _SCOPE_HOST, _PROTOCOL_BOOT)
+        try:
+            self.ask(doing, _NEWROUTE, CREATE_NEW, body)
+        except Refused as refused:
+            if refused.errno == errno.EEXIST and route in self.local_routes(route.family):
+                return False
+            raise
+        return True
+
+    def delete_local_route(self, route: LocalRoute) -> bool:
+        """Delete a route; False if it is not there."""
+        # For IPv6 the kernel compares no type, and an unreachable default is on `lo` as well.
+        if route not in self.local_routes(route.family):
+            return False
+        doing = f"deleting {_shown_route(route)}"
+        body = _route_body(route, _SCOPE_ANY, _PROTOCOL_ANY)
+        return self.change(doing, _DELROUTE, 0, body, unless=errno.ESRCH)
+
+    def _list(self, doing: str, kind: int, family: int) -> list[bytes]:
+        """Dump the rules or routes of one family."""
+        request = _ROUTE.pack(_AF[family], 0, 0, 0, 0, 0, 0, 0, 0)  # a rule's header is as long
+        try:
+            replies = self.ask(doing, kind, DUMP, request)
+        except Refused as refused:
+            if refused.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
+                raise
+            return []
+        # A kernel without the family may list all others instead.
+        return [reply for reply in replies if reply[0] == _AF[family]]
+
+
+def _number(kind: int, value: int) -> bytes:
+    return attribute(kind, struct.pack("=I", value))
+
+
+def _value(raw: bytes | None) -> int:
+    return int(struct.unpack("=I", raw)[0]) if raw else 0
+
+
+def _address_body(family: int, address: str, prefix_length: int) -> bytes:
+    packed = socket.inet_pton(_AF[family], address)
+    # As `ip addr add` has it; for IPv6 the kernel finds the scope itself.
+    scope = _SCOPE_HOST if family == 4 and packed[0] == 127 else _SCOPE_GLOBAL
+    header = _ADDRESS.pack(_AF[family], prefix_length, 0, scope, LOOPBACK_INDEX)
+    return header + attribute(_IFA_LOCAL, packed) + attribute(_IFA_ADDRESS, packed)
+
+
+def _parse_rule(reply: bytes) -> PolicyRule:
+    """Read a policy rule; what no other field holds and is not a default is its `rest`."""
+    said = list(attributes(reply, _RULE.size))
+    more = [one for one in said if one[0] not in _FRA_NAMED and one not in _FRA_DEFAULTS]
+    family, dst, src, tos, _, _, _, action, flags = _RULE.unpack_from(reply)
+    rest = _RULE.pack(0, dst, src, tos, 0, 0, 0, action, flags)
+    rest += b"".join(attribute(kind, payload) for kind, payload in more)
+    known = dict(said)
+    return PolicyRule(
+        _FAMILY[family],
+        _value(known.get(_FRA_PRIORITY)),
+        _value(known.get(_FRA_MARK)),
+        _value(known.get(_FRA_MASK)),
+        _value(known.get(_FRA_TABLE)),
+        b"" if rest == _PLAIN_RULE else rest,
+    )
+
+
+def _rule_body(rule: PolicyRule) -> bytes:
+    body = bytes((_AF[rule.family],)) + (rule.rest or _PLAIN_RULE)[1:]
+    body += _number(_FRA_PRIORITY, rule.priority) + _number(_FRA_TABLE, rule.table)
+    if rule.mark or rule.mask:
+        body += _number(_FRA_MARK, rule.mark) + _number(_FRA_MASK, rule.mask)
+    return body
+
+
+def _shown_rule(rule: PolicyRule) -> str:
+    mark = f"{rule.mark:#x}" + ("" if rule.mask == WHOLE_MARK else f"/{rule.mask:#x}")
+    return f"the IPv{rule.family} policy rule {rule.priority}: fwmark {mark} lookup {rule.table}"
+
+
+def _parse_route(reply: bytes) -> LocalRoute | None:
+    """Read a route; None unless it is `local default dev lo` in a table other than `local`."""
+    family, dst, src, _, short_table, _, _, kind, _ = _ROUTE.unpack_from(reply)
+    said = dict(attributes(reply, _ROUTE.size))
+    table = _value(said.get(_RTA_TABLE)) or short_table  # the header has one byte for it
+    if (dst, src, kind) != (0, 0, _TYPE_LOCAL) or table == _TABLE_LOCAL:
+        return None
+    return (
+        LocalRoute(_FAMILY[family], table) if _value(said.get(_RTA_OIF)) == LOOPBACK_INDEX else None
+    )
+
+
+def _route_body(route: LocalRoute, scope: int, protocol: int) -> bytes:
+    header = _ROUTE.pack(_AF[route.family], 0, 0, 0, 0, protocol, scope, _TYPE_LOCAL, 0)
+    return header + _number(_RTA_TABLE, route.table) + _number(_RTA_OIF, LOOPBACK_INDEX)
+
+
+def _shown_route(route: LocalRoute) -> str:
+    return f"the IPv{route.family} route local default dev lo table {route.table}"

@@ -1,0 +1,24 @@
+"""Network namespaces: open one, tell whose it is, run work inside it.
+
+`namespace` knows what a namespace is and whether it is ours, `child` runs work in a process of its
+own, `entry` is how that process gets inside, and what it sees there.
+"""
+
+from istio_cni.edge.netns.child import Inside, run_inside
+from istio_cni.edge.netns.namespace import (
+    hold_apply_lock,
+    identity,
+    is_host,
+    is_own,
+    open_netns,
+)
+
+__all__ = [
+    "Inside",
+    "hold_apply_lock",
+    "identity",
+    "is_host",
+    "is_own",
+    "open_netns",
+    "run_inside",
+]

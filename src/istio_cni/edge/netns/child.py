@@ -1,0 +1,232 @@
+"""Work inside a namespace: a child process does it and answers over a pipe.
+
+A process, not a thread: the child enters the namespace for good, has a mount namespace of its own,
+may enter the user namespace that owns the pod's, and can be ended as a whole when time is over. It
+dies with its parent, and the programs it runs die with it, because it is the first of a process
+namespace: a killed plugin leaves nobody programming behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from contextlib import suppress
+
+from istio_cni import errors
+from istio_cni.constants import ROLLBACK_RESERVE_S
+from istio_cni.edge.netns import entry
+from istio_cni.errors import (
+    InternalError,
+    Interrupted,
+    IstioCNIError,
+    ProgrammingFailed,
+    TryAgainLater,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Log = Callable[[str, str], None]
+
+EXIT_S = 0.5  # between a child's answer and its end
+REAP_S = 2.0  # between a kill and the end: the kernel may be at work for a dying process
+
+
+class Inside:
+    """What work in a namespace may use of the process that runs it.
+
+    `log(level, message)` reaches the caller's log; `shadow_lock(path)` puts a file over the
+    node-wide xtables lock for iptables versions that know no other way, and tells whether it could.
+    """
+
+    __slots__ = ("log", "sandboxed")
+
+    def __init__(self, log: Log, *, sandboxed: bool = False) -> None:
+        self.log = log
+        self.sandboxed = sandboxed
+
+    def shadow_lock(self, path: str) -> bool:
+        """Bind a file over the xtables lock, in the sandbox only."""
+        return self.sandboxed and entry.shadow_lock(path, self.log)
+
+
+def run_inside(
+    work: Callable[[Inside], object],
+    netns: int | None,
+    *,
+    deadline: float,
+    log: Log,
+    sandbox: bool = True,
+) -> object:
+    """Run `work` in a child process inside a namespace and return its JSON-able result.
+
+    `netns` None means the present namespace. The child enters the owning user namespace too, if
+    that is not ours: the kernel takes owner matches only from there. It keeps no descriptor of its
+    parent's but the standard ones and `netns`. Its errors are raised here; at `deadline`
+    (CLOCK_MONOTONIC seconds) it is killed with all it started.
+    """
+    receive, send = os.pipe()
+    try:
+        child = entry.fork_apart()
+    except OSError as error:
+        os.close(receive)
+        os.close(send)
+        raise TryAgainLater(
+            f"cannot start a process to program the network namespace: {error.strerror}"
+        ) from error
+    if child == 0:
+        _be_child(work, netns, send, sandbox=sandbox)
+    os.close(send)
+    try:
+        messages = _collect(receive, deadline)
+    except BaseException:  # an interrupt: the child gets it too, and brings the former state back
+        os.kill(child, signal.SIGINT)
+        _end(child, ROLLBACK_RESERVE_S)
+        raise
+    finally:
+        os.close(receive)
+    answer = messages[-1] if messages and "log" not in messages[-1] else {}
+    _end(child, EXIT_S if answer else 0)
+    for message in messages:
+        if "log" in message:
+            log(str(message["log"]), str(message["msg"]))
+    if "error" in answer:
+        raise _revived(answer)
+    if "result" in answer:
+        return answer["result"]
+    if time.monotonic() >= deadline:
+        raise Interrupted(
+            "programming the network namespace took too long and was stopped half way; "
+            "repeating the call completes it"
+        )
+    raise Interrupted(
+        "the process that programs the network namespace died without an answer; "
+        "repeating the call completes what it left"
+    )
+
+
+def _collect(descriptor: int, deadline: float) -> list[dict[str, object]]:
+    """Read the child's messages, one JSON object a line, until it answers, ends or time is over.
+
+    The end of the stream is not waited for: what another thread forks meanwhile may hold it open.
+    """
+    messages: list[dict[str, object]] = []
+    data, poll = b"", select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    while (left := deadline - time.monotonic()) > 0:
+        if not poll.poll(left * 1000):
+            continue
+        chunk = os.read(descriptor, 1 << 16)
+        *lines, data = (data + chunk).split(b"\n")
+        messages += [json.loads(line) for line in lines]
+        if not chunk or (messages and "log" not in messages[-1]):
+            break
+    return messages
+
+
+def _end(child: int, grace_s: float) -> None:
+    """Reap the child; if it has not ended after `grace_s`, kill it and what it has running.
+
+    One that the kernel does not let go is left to whoever inherits it.
+    """
+    if _reaped(child, grace_s):
+        return
+    programs = _children_of(child)
+    os.kill(child, signal.SIGKILL)
+    for program in programs:  # outside a process namespace these would live on
+        with suppress(OSError):
+            os.killpg(program, signal.SIGKILL)
+    _reaped(child, REAP_S)
+
+
+def _reaped(child: int, wait_s: float) -> bool:
+    limit, pause = time.monotonic() + wait_s, 0.0005
+    try:
+        while os.waitpid(child, os.WNOHANG)[0] != child:
+            if time.monotonic() >= limit:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+    except ChildProcessError:  # SIGCHLD is ignored here: the kernel reaps
+        return True
+    return True
+
+
+def _children_of(process: int) -> list[int]:
+    try:
+        with open(f"/proc/{process}/task/{process}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def _revived(message: dict[str, object]) -> IstioCNIError:
+    """Make the child's error again from its parts."""
+    kind = getattr(errors, str(message["error"]), ProgrammingFailed)
+    error: IstioCNIError = kind.__new__(kind)
+    IstioCNIError.__init__(error, str(message["msg"]), str(message["details"]))
+    return error
+
+
+def _be_child(
+    work: Callable[[Inside], object], netns: int | None, send: int, *, sandbox: bool
+) -> None:
+    """Do the child's whole life; never returns."""
+
+    def tell(**message: object) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(send, data) :]
+
+    def log(level: str, text: str) -> None:
+        tell(log=level, msg=text)
+
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _close_all_but(send, netns)
+        _die_with_reader_of(send)
+        sandboxed = sandbox and entry.enter_sandbox(log)
+        if netns is not None:
+            entry.enter(netns)
+            _die_with_reader_of(send)
+        tell(result=work(Inside(log, sandboxed=sandboxed)))
+        status = 0
+    except IstioCNIError as error:
+        tell(error=type(error).__name__, msg=error.msg, details=error.details)
+    except BaseException as error:
+        fault = InternalError.of(error)
+        tell(error="InternalError", msg=fault.msg, details=fault.details)
+    finally:
+        os._exit(status)
+
+
+def _die_with_reader_of(pipe: int) -> None:
+    """End when the parent does.
+
+    One that has ended already has closed its side of the pipe; its process id would not tell, since
+    from inside a process namespace it is 0.
+    """
+    entry.die_with_parent()
+    poll = select.poll()
+    poll.register(pipe, 0)
+    if poll.poll(0):
+        os._exit(1)
+
+
+def _close_all_but(*kept: int | None) -> None:
+    """Close what the parent had open: its other pipes must not seem alive, its locks not held."""
+    try:
+        opened = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        opened = list(range(256))
+    for descriptor in opened:
+        if descriptor > 2 and descriptor not in kept:
+            with suppress(OSError):
+                os.close(descriptor)

@@ -1,0 +1,142 @@
+"""How a child process gets inside a namespace, and what it sees of the node there.
+
+The mount namespace (the sandbox) exists because the plugin runs in the pod's network namespace but
+with the node's files: `-m owner` makes iptables ask the node's name service, which may reach for
+the network through a half-built pod, and old iptables-legacy takes the node-wide lock.
+
+Source: istio cni/pkg/iptables (sandbox), tools/istio-iptables/pkg/dependencies;
+mount_namespaces(7), user_namespaces(7), pid_namespaces(7), capabilities(7).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+from istio_cni.edge.netns.namespace import CLONE_NEWNET, foreign_owner
+from istio_cni.errors import InvalidNetns
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Log = Callable[[str, str], None]
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 0x1000, 0x4000, 0x40000, 0x80000
+PR_SET_PDEATHSIG = 1
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
+CAPABILITY_VERSION = 0x20080522
+CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW = 2, 12, 13
+
+NAME_SERVICE = "/etc/nsswitch.conf"
+XTABLES_LOCK = "/run/xtables.lock"
+
+
+def fork_apart() -> int:
+    """Fork; where allowed, the child is the first of a process namespace, which ends with it.
+
+    Only what this thread forks goes there, and it comes back before anything else is forked.
+    """
+    try:
+        own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return os.fork()
+    try:
+        try:
+            _call("setns", own, CLONE_NEWPID)  # whether there will be a way back
+            _call("unshare", CLONE_NEWPID)
+        except OSError:
+            return os.fork()
+        child = -1
+        try:
+            child = os.fork()
+        finally:
+            if child != 0:
+                _call("setns", own, CLONE_NEWPID)
+        return child
+    finally:
+        os.close(own)
+
+
+def enter_sandbox(log: Log) -> bool:
+    """Get a mount namespace in which no name service is configured; a refusal costs one warning."""
+    try:
+        _call("unshare", CLONE_NEWNS)
+        try:
+            _mount("", "/", MS_REC | MS_PRIVATE)
+        except OSError:  # some nodes' policies allow only this one
+            _mount("", "/", MS_REC | MS_SLAVE)
+        if os.path.exists(NAME_SERVICE):
+            _mount("/dev/null", NAME_SERVICE, MS_BIND)
+    except OSError as error:
+        log(
+            "warn",
+            f"no mount sandbox ({error.strerror}): iptables sees the node's files as they are",
+        )
+        return False
+    return True
+
+
+def shadow_lock(path: str, log: Log) -> bool:
+    """Bind a file over the xtables lock, in a sandbox only; tell whether that worked."""
+    try:
+        _mount(path, XTABLES_LOCK, MS_BIND)
+    except OSError as error:
+        log("warn", f"cannot shadow {XTABLES_LOCK}: {error.strerror}; the node's lock is used")
+        return False
+    return True
+
+
+def enter(netns: int) -> None:
+    """Enter a network namespace for good, its owning user namespace first if not ours."""
+    owner = foreign_owner(netns)
+    try:
+        if owner is not None:
+            _call("setns", owner, CLONE_NEWUSER)
+        _call("setns", netns, CLONE_NEWNET)
+        if owner is not None:
+            _pass_capabilities_on()
+    except OSError as error:
+        raise InvalidNetns(f"cannot enter the network namespace: {error.strerror}") from error
+    finally:
+        if owner is not None:
+            os.close(owner)
+
+
+def _pass_capabilities_on() -> None:
+    """Let the programs started from here program netfilter, although they run as the node's root.
+
+    That is no root in the user namespace, so capabilities would end with the first program. And
+    /proc/net/ip_tables_names belongs to its root, or to the node's, where ids were mapped after the
+    network namespace was made; the node's with the right to read reads both.
+    """
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; lower, then upper halves
+    _call("capget", header, sets)
+    sets[2], sets[5] = sets[1], sets[4]
+    _call("capset", header, sets)
+    for capability in (CAP_DAC_READ_SEARCH, CAP_NET_ADMIN, CAP_NET_RAW):
+        _call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, capability, 0, 0)
+
+
+def die_with_parent() -> None:
+    """Ask to be killed when the parent ends; entering a user namespace clears this."""
+    _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(_libc(), name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _mount(source: str, target: str, flags: int) -> None:
+    _call("mount", source.encode(), target.encode(), None, ctypes.c_ulong(flags), None)

@@ -1,0 +1,115 @@
+"""What a network namespace is: opened by path, told from others, locked while it is programmed.
+
+Source: namespaces(7), ioctl_nsfs(2), unix(7).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+
+from istio_cni.errors import InvalidNetns, ProgrammingFailed, TryAgainLater, quoted
+
+CLONE_NEWNET = 0x40000000
+NS_GET_USERNS = 0xB701
+NS_GET_NSTYPE = 0xB703
+APPLY_LOCK = b"\0istio-cni/apply"
+
+
+def open_netns(path: str, pinned: int | None = None) -> int:
+    """Open a network namespace by path and return its descriptor; the caller closes it.
+
+    `pinned` is a descriptor of what the path led to when the call began; then that is meant,
+    whatever it leads to now. Raises InvalidNetns when it cannot be opened or is something else.
+    """
+    try:
+        if pinned is not None:
+            netns = os.dup(pinned)
+        else:  # it might be a pipe
+            netns = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise InvalidNetns(
+            f"cannot open network namespace {quoted(path)}: {error.strerror}"
+        ) from error
+    if _ioctl(netns, NS_GET_NSTYPE) != CLONE_NEWNET:
+        os.close(netns)
+        raise InvalidNetns(f"{quoted(path)} is not a network namespace")
+    return netns
+
+
+def identity(netns: int) -> tuple[int, int]:
+    """Return device and inode of a namespace: equal for two descriptors of the same one."""
+    status = os.fstat(netns)
+    return status.st_dev, status.st_ino
+
+
+def is_own(netns: int) -> bool:
+    """Tell whether a namespace is the one this process runs in."""
+    return identity(netns) == _identity_of("/proc/self/ns/net")
+
+
+def is_host(netns: int) -> bool:
+    """Tell whether a namespace is that of process 1, whose traffic must never be captured."""
+    return identity(netns) == _identity_of("/proc/1/ns/net")
+
+
+def _identity_of(path: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def foreign_owner(netns: int) -> int | None:
+    """Return a descriptor of the user namespace that owns a namespace, None if it is our own."""
+    owner = _ioctl(netns, NS_GET_USERNS)
+    if owner < 0:
+        return None  # a kernel without the call, or an owner above us: no pod of ours
+    if identity(owner) == _identity_of("/proc/self/ns/user"):
+        os.close(owner)
+        return None
+    return owner
+
+
+def _ioctl(descriptor: int, request: int) -> int:
+    from fcntl import ioctl  # captured pods only
+
+    try:
+        return ioctl(descriptor, request)
+    except OSError:
+        return -1
+
+
+def hold_apply_lock(deadline: float) -> socket.socket:
+    """Wait until no other process programs this namespace; held while the socket lives.
+
+    An abstract Unix address belongs to one network namespace and vanishes with its holder, so
+    agent, plugin, init container and a person at a shell exclude each other without any file.
+    """
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        while not _bound(lock):
+            if time.monotonic() >= deadline:
+                raise TryAgainLater(
+                    "another process is programming this network namespace and does not finish"
+                )
+            time.sleep(0.02)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def _bound(lock: socket.socket) -> bool:
+    try:
+        lock.bind(APPLY_LOCK)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise ProgrammingFailed(
+                f"cannot lock the network namespace: {error.strerror}"
+            ) from error
+        return False
+    return True
