@@ -1,0 +1,288 @@
+"""One change to a namespace: all of it, or after any failure what was there before.
+
+Only one transaction at a time works in a namespace. What it replaces under traffic it replaces
+table by table in single commits, with drop rules in front where that is not enough; they also stay
+when the former state cannot be brought back.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from istio_cni import constants
+from istio_cni.capture import routing
+from istio_cni.capture.tools import (
+    BASE,
+    NFT_FAMILY,
+    Held,
+    candidates,
+    find,
+    load,
+    lock_held,
+    none_works,
+    survey,
+    works,
+)
+from istio_cni.edge import netlink
+from istio_cni.edge.netfilter import CommandFailed, Netfilter, Tool
+from istio_cni.edge.netns import hold_apply_lock
+from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.rules import state as tables_of
+from istio_cni.rules.iptables import block, parse_save
+from istio_cni.rules.model import Family, Ruleset, Table
+from istio_cni.rules.state import State, differences, ours
+
+Log = Callable[[str, str], None]
+ROLLBACK_S = constants.ROLLBACK_RESERVE_S + 0.5  # and the time to tell
+ROLLBACK_SHARE = 0.7  # of what is left then; the rest is for the drop rules, if it fails
+
+
+class Run:
+    """One transaction over both families and both variants; reverts on the way out of a failure."""
+
+    def __init__(self, net: Netfilter, log: Log) -> None:
+        self.net = net
+        self.log = log
+        self.changed: list[str] = []
+        self.touched: dict[tuple[Family, str], Held] = {}
+        self.former_routing: routing.Routing | None = None
+
+    def __enter__(self) -> Run:
+        self.lock = hold_apply_lock(self.net.deadline)
+        self.net.keep = self.lock.fileno()
+        try:
+            self.nft_before = set(netlink.nft_tables())
+            found = {family: survey(self.net, family) for family in Family}
+        except BaseException:
+            self._unlock()
+            raise
+        self.held = {family: each.held for family, each in found.items()}
+        self.unread = [
+            reason
+            for each in found.values()
+            for reason in each.unread.values()
+            if not reason.missing  # nobody can have programmed with it here
+        ]
+        for reason in self.unread:
+            self.log("warn", f"rules that may be here cannot be read and stay: {reason.msg}")
+        return self
+
+    def refuse_unread(self) -> None:
+        """Raise if a variant's tables could not be read: nobody knows what stays in them."""
+        for reason in self.unread:
+            raise ProgrammingFailed(f"rules that may be here cannot be read: {reason.msg}")
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._revert(error)
+        finally:
+            self._unlock()
+
+    def _unlock(self) -> None:
+        self.net.keep = None
+        self.lock.close()
+
+    def load(self, family: Family, forced: str, ruleset: Ruleset, *, rewrite: bool) -> str:
+        """Make the first candidate that works hold a family's rules; return its variant.
+
+        One that fails is passed over only if it cannot work here; what it did is undone first.
+        """
+        refused: dict[str, CommandFailed] = {}
+        for name in candidates(family, forced, self.held[family]):
+            held = None
+            try:
+                held = find(self.net, name, family, forced, self.held[family])
+                self._load_rules(family, held, ruleset, rewrite=rewrite)
+            except CommandFailed as error:
+                if error.lock_held:
+                    raise lock_held(error) from error
+                if held is not None:
+                    error = self._blamed(family, held, error)
+                refused[name] = error
+            else:
+                return held.tool.variant
+        raise none_works(family, forced, refused)
+
+    def _load_rules(self, family: Family, held: Held, ruleset: Ruleset, *, rewrite: bool) -> None:
+        target = tables_of.wanted(ruleset, family)
+
+        def text(state: State) -> str:
+            changed = set(target) | set(ours(state)) if rewrite else set(differences(state, target))
+            return tables_of.load_text(state, ruleset, family, changed)
+
+        if self._load(family, held.tool, held.state, text):
+            self._prove(family, held.tool, target)
+
+    def _prove(self, family: Family, tool: Tool, target: State) -> None:
+        """Read back what was loaded; a program that succeeds without doing it is no success."""
+        present = self._now(tool)
+        for text in differences(present, target).values():
+            raise CommandFailed(f"{tool.name}-restore", 0, f"it succeeded, but {text}")
+        for text in tables_of.obstacles(present):
+            self.log(
+                "warn", f"a rule of somebody else stands in front of ours: {BASE[family]} {text}"
+            )
+
+    def _blamed(self, family: Family, held: Held, error: CommandFailed) -> CommandFailed:
+        """Return why a variant cannot work here; raise if it can, or holds rules of ours."""
+        tool, former = held
+        if ours(former):
+            raise _explained(error, tool) from error
+        reason = works(self.net, tool)
+        if reason is None:
+            raise _explained(error, tool) from error
+        try:
+            now = self._now(tool)
+        except CommandFailed:  # what cannot even read has not loaded either
+            now = former
+        for document in tables_of.revert_blocks(now, former):
+            load(self.net, tool, document)
+        self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
+        del self.touched[family, tool.variant]
+        return reason
+
+    def remove_ours(self, keep: set[tuple[Family, str]]) -> None:
+        """Remove our objects from every variant that is not to be kept."""
+        for family, variants in self.held.items():
+            for variant, (tool, present) in variants.items():
+                if (family, variant) not in keep and ours(present):
+                    captured = any(family is kept for kept, _ in keep)
+                    text = _removal if captured else _guarded_removal
+                    try:
+                        self._load(family, tool, present, text)
+                    except CommandFailed as error:
+                        raise _explained(error, tool) from error
+
+    def _load(
+        self, family: Family, tool: Tool, present: State, text: Callable[[State], str]
+    ) -> bool:
+        """Load what `text` makes of the present state; tell whether there was anything to load.
+
+        It is read and tried again while that may help.
+        """
+        document = text(present)
+        if not document:
+            return False
+        self.touched.setdefault((family, tool.variant), Held(tool, present))
+        load(self.net, tool, document, lambda: text(self._now(tool)))
+        self.changed.append(f"{BASE[family]} ({tool.variant})")
+        return True
+
+    def route(self, target: routing.Routing) -> None:
+        """Make addresses, policy rules and routes what is wanted."""
+        with netlink.Route() as route:
+            present = routing.read(route, target)
+            if not routing.difference(present, target):
+                return
+            self.former_routing = present
+            routing.apply(route, present, target)
+        self.changed.append("addresses and routes")
+
+    def warn_of_broken(self, family: Family) -> None:
+        """Warn if a family that this pod does not need could not be programmed; never fail."""
+        if self.held[family]:
+            return
+        reason = ""
+        for name in (f"{BASE[family]}-nft", BASE[family], f"{BASE[family]}-legacy"):
+            try:
+                self.net.save(self.net.find(name, family.value))
+            except CommandFailed as error:
+                reason = error.msg
+            except TryAgainLater as error:
+                reason = error.msg
+                break
+            else:
+                return
+        self.log(
+            "warn", f"IPv{family.value} could not be captured here, nor is it asked for: {reason}"
+        )
+
+    def sweep(self) -> None:
+        """Delete the tables that iptables-nft leaves empty where objects of ours were removed.
+
+        The drop rules may have made a `filter` table just for themselves.
+        """
+        empty: set[tuple[str, str]] = set()
+        for (family, variant), former in self.touched.items():
+            if variant == "nft":
+                kind = NFT_FAMILY[family]
+                empty |= {(kind, table.value) for table in ours(former.state)}
+                empty |= {(kind, Table.FILTER.value)} - self.nft_before
+        if empty:
+            self._sweep(empty)
+
+    def _sweep(self, tables: set[tuple[str, str]]) -> None:
+        """Delete those of some tables that are empty; one that stays does no harm."""
+        try:
+            netlink.sweep_empty_tables(tuple(tables))
+        except IstioCNIError as error:
+            self.log("warn", f"empty tables may be left: {error.msg}")
+
+    def _revert(self, error: BaseException) -> None:
+        """Bring the former state back; where that fails, shut the namespace and say so.
+
+        The last change goes first, so that where one variant took over from the other there is
+        always one that captures.
+        """
+        later = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, later)
+        start, end = time.monotonic(), self.net.rollback_deadline
+        self.net.deadline = start + ROLLBACK_SHARE * (end - start)
+        try:
+            if self.former_routing is not None:
+                with netlink.Route() as route:
+                    routing.revert(route, self.former_routing)
+            for tool, former in reversed(self.touched.values()):
+                for document in tables_of.revert_blocks(self._now(tool), former):
+                    load(self.net, tool, document)
+        except Exception as second:
+            self.net.deadline = end
+            lost = f"the former state could not be restored ({_one_line(second)}); {self._shut()}"
+            raise ProgrammingFailed(f"{_one_line(error)}; {lost}") from error
+        finally:
+            self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _now(self, tool: Tool) -> State:
+        return parse_save(self.net.save(tool))
+
+    def _shut(self) -> str:
+        """Put drop rules in front of everything; say whether that worked."""
+        try:
+            for tool, _ in self.touched.values():
+                if Table.FILTER not in ours(self._now(tool)):
+                    load(self.net, tool, block(Table.FILTER, tables_of.guard_lines()))
+        except Exception as error:
+            return f"drop rules could not be put in place either ({_one_line(error)})"
+        return "drop rules are in place and all traffic stops until it is programmed again"
+
+
+def _removal(state: State) -> str:
+    """Return restore text that removes everything of ours from a variant."""
+    return "".join(tables_of.undo_blocks(state))
+
+
+def _guarded_removal(state: State) -> str:
+    """Return the same with drop rules around, if that takes more than one table.
+
+    A failure half way must not let traffic past the proxy before the former state is back.
+    """
+    blocks = tables_of.undo_blocks(state)
+    if len(blocks) > 1 and Table.FILTER not in ours(state):
+        blocks.insert(0, block(Table.FILTER, tables_of.guard_lines()))
+        blocks.append(block(Table.FILTER, tables_of.guard_removal_lines()))
+    return "".join(blocks)
+
+
+def _one_line(error: BaseException) -> str:
+    return error.msg if isinstance(error, IstioCNIError) else f"{type(error).__name__}: {error}"
+
+
+def _explained(error: CommandFailed, tool: Tool) -> IstioCNIError:
+    if error.lock_held:
+        return lock_held(error)
+    hint = f"IPv{tool.family} with {tool.name} needs the kernel modules {tool.modules}"
+    return ProgrammingFailed(f"{error.msg}; {hint}")
