@@ -1,0 +1,208 @@
+"""Capture of one pod: a record, the work inside its namespace, the record completed.
+
+Everything here costs a captured pod only. The work runs in a child process that is inside the
+namespace; what it finds there (addresses, tools) comes back with its report.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+
+from istio_cni import constants
+from istio_cni.capture import apply, detect
+from istio_cni.capture.settings import read_settings, to_settings
+from istio_cni.edge import netlink
+from istio_cni.edge import netns as namespaces
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.errors import InternalError, Interrupted, IOFailure, IstioCNIError
+from istio_cni.plugin.attachments import Attachment
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from istio_cni.cni.request import Request
+    from istio_cni.edge.netns import Inside
+    from istio_cni.plugin.attachments import Attachments
+    from istio_cni.rules.config import CaptureConfig
+
+    Log = Callable[[str, str], None]
+
+
+def capture(
+    request: Request,
+    config: CaptureConfig,
+    pod_uid: str,
+    pinned: int | None,
+    attachments: Attachments,
+    deadline: float,
+    log: Log,
+) -> apply.Report:
+    """Make a pod's namespace hold a configuration, or leave it as it was and raise.
+
+    `pinned` is a descriptor of the namespace that was checked when the call began. A run dir that
+    cannot be written costs CHECK and DEL their record, not the pod its start.
+    """
+    netns = namespaces.open_netns(request.netns, pinned)
+    try:
+        with ExitStack() as stack:
+            records: Attachments | None = attachments
+            try:
+                stack.enter_context(attachments.lock(request.container_id, deadline))
+            except IOFailure as error:
+                log("warn", f"no record of this attachment: {error.msg}")
+                records = None
+            return _capture_recorded(request, config, pod_uid, netns, records, deadline, log)
+    finally:
+        os.close(netns)
+
+
+def _capture_recorded(
+    request: Request,
+    config: CaptureConfig,
+    pod_uid: str,
+    netns: int,
+    attachments: Attachments | None,
+    deadline: float,
+    log: Log,
+) -> apply.Report:
+    record, former = _record(request, pod_uid, netns), None
+    others: list[Attachment] = []
+    if attachments is not None:
+        former = attachments.read(request.container_id, request.ifname)
+        others = [
+            other
+            for other in attachments.of_container(request.container_id)
+            if other.ifname != request.ifname and other.inode == record.inode and other.made_rules
+        ]
+        record.made_rules = not others
+        attachments.write(record)
+    try:
+        answer = _inside(
+            netns, request.netns, deadline, log, lambda inside, net: _program(inside, net, config)
+        )
+    except Interrupted:
+        raise  # the record stays, so that DEL undoes what is there
+    except IstioCNIError:
+        if attachments is not None and former is None:
+            attachments.remove(request.container_id, request.ifname)
+        elif attachments is not None and former is not None:
+            attachments.write(former)
+        raise
+    _complete(record, answer)
+    if attachments is not None:
+        attachments.write(record)
+        for other in others:  # the maker of the rules answers for them as they are now
+            _complete(other, answer)
+            attachments.write(other)
+    return apply.Report(record.variants, _strings(answer.get("changed")))
+
+
+def _record(request: Request, pod_uid: str, netns: int) -> Attachment:
+    return Attachment(
+        request.container_id,
+        request.ifname,
+        network=request.name,
+        netns=request.netns,
+        inode=namespaces.identity(netns),
+        pod=f"{request.pod_namespace}/{request.pod_name}",
+        pod_uid=pod_uid,
+    )
+
+
+def _complete(record: Attachment, answer: dict[str, object]) -> None:
+    settings, variants, cookie = answer["settings"], answer["variants"], answer["cookie"]
+    if not (isinstance(settings, dict) and isinstance(variants, dict) and isinstance(cookie, int)):
+        raise InternalError(f"unexpected report {answer!r}")
+    record.settings, record.variants, record.cookie = settings, variants, cookie
+
+
+def _strings(value: object) -> list[str]:
+    return [str(item) for item in value] if isinstance(value, list) else []
+
+
+def _inside(
+    netns: int,
+    path: str,
+    deadline: float,
+    log: Log,
+    work: Callable[[Inside, Netfilter], dict[str, object]],
+) -> dict[str, object]:
+    """Run work in the namespace with iptables at hand; part of the time is kept for a roll-back."""
+
+    def run(inside: Inside) -> object:
+        left = deadline - time.monotonic()
+        net = Netfilter(
+            deadline=deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
+            rollback_deadline=deadline - left / 20,  # and the time to tell
+            lock_file=path,
+            shadow_lock=inside.shadow_lock,
+        )
+        return work(inside, net)
+
+    answer = namespaces.run_inside(run, netns, deadline=deadline, log=log)
+    if not isinstance(answer, dict):
+        raise InternalError(f"unexpected report {answer!r}")
+    return answer
+
+
+def _program(inside: Inside, net: Netfilter, config: CaptureConfig) -> dict[str, object]:
+    config = _with_families(config)
+    report = apply.program(net, config, inside.log)
+    return {
+        "settings": to_settings(config),
+        "variants": report.variants,
+        "changed": report.changed,
+        "cookie": netlink.namespace_cookie(),
+    }
+
+
+def _with_families(config: CaptureConfig) -> CaptureConfig:
+    """Decide by the pod's own addresses whether IPv6 is captured."""
+    with netlink.Route() as route:
+        addresses = [there.address for there in route.addresses()]
+    _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
+    return config._replace(ipv6=ipv6)
+
+
+def undo(path: str, record: Attachment, deadline: float, log: Log) -> bool:
+    """Remove our objects from a namespace if it is the record's; tell whether it was."""
+    netns = namespaces.open_netns(path)
+    try:
+        if namespaces.identity(netns) != record.inode or namespaces.is_host(netns):
+            return False
+
+        def clean(inside: Inside, net: Netfilter) -> dict[str, object]:
+            if record.cookie and netlink.namespace_cookie() != record.cookie:
+                return {"undone": False}
+            apply.clean_up(net, inside.log)
+            return {"undone": True}
+
+        return _inside(netns, path, deadline, log, clean)["undone"] is True
+    finally:
+        os.close(netns)
+
+
+def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str:
+    """Return the first thing in which a namespace differs from a record; "" if nothing does."""
+    if not record.settings:
+        return "programming it was never finished"
+
+    def compare(_: Inside, net: Netfilter) -> dict[str, object]:
+        if record.cookie and netlink.namespace_cookie() != record.cookie:
+            return {"difference": "this is another network namespace than ADD programmed"}
+        config = read_settings(record.settings, lambda setting: setting.key)
+        return {"difference": apply.check(net, config, record.variants)}
+
+    return str(_inside(netns, record.netns, deadline, log, compare)["difference"])
+
+
+def derived_difference(config: CaptureConfig, netns: int, deadline: float, log: Log) -> str:
+    """Return in what a namespace differs from a configuration, whichever variant is used."""
+
+    def compare(_: Inside, net: Netfilter) -> dict[str, object]:
+        return {"difference": apply.check(net, _with_families(config), apply.holders(net))}
+
+    return str(_inside(netns, "", deadline, log, compare)["difference"])
