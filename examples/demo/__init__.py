@@ -1,0 +1,1 @@
+"""The main job, end to end: pods through a real CNI chain, captured, proved by connections."""
