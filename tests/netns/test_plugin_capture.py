@@ -22,7 +22,7 @@ DUAL_STACK: JSON = {"name": "ISTIO_DUAL_STACK", "value": "true"}
 
 def test_a_pod_with_sidecar_is_captured(node: Node, pod_netns: str) -> None:
     """Both ways, with the proxy's own ports left out, and the log says by which variant."""
-    node.add_pod()
+    node.add_pod(env=[DUAL_STACK])
     answer = node.call("ADD", pod_netns)
     assert answer.status == 0
     assert answer.json == {"cniVersion": "1.1.0"}
@@ -42,11 +42,11 @@ def test_the_variant_that_the_installer_found_is_used(
     node: Node, pod_netns: str, variant: str
 ) -> None:
     """It is a key of the configuration, and proven by CHECK as by anybody."""
-    node.add_pod()
+    node.add_pod(env=[DUAL_STACK])
     config = node.config(iptables_variant=variant)
     answer = node.call("ADD", pod_netns, config=config)
     assert answer.status == 0
-    assert answer.log[0]["variants"] == f"iptables: {variant}"
+    assert answer.log[0]["variants"] == f"iptables: {variant}, ip6tables: {variant}"
     assert is_captured(pod_netns)
     assert node.call("CHECK", pod_netns, config=config).silent
 
@@ -73,6 +73,14 @@ def test_the_pod_s_addresses_say_which_families_are_captured(
     assert node.call("CHECK", netns).silent
 
 
+def test_ipv6_that_is_left_out_is_pointed_out(node: Node, pod_netns: str) -> None:
+    """As in the reference the first address decides; whoever reads the log should know."""
+    node.add_pod()
+    answer = node.call("ADD", pod_netns)
+    assert (is_captured(pod_netns), is_captured(pod_netns, 6)) == (True, False)
+    assert answer.logged("IPv6 is not captured: the pod's first address is IPv4", "warn")
+
+
 def test_a_pod_without_address_is_refused(node: Node, netns: str) -> None:
     """Nobody could talk to it, and nothing tells which families it will have."""
     node.add_pod()
@@ -92,6 +100,7 @@ def test_a_switch_of_the_proxy_makes_its_rules(node: Node, pod_netns: str) -> No
         env=[
             {"name": "INVALID_DROP", "value": "TRUE"},
             {"name": "ISTIO_META_DNS_CAPTURE", "value": "t"},
+            DUAL_STACK,
         ]
     )
     answer = node.call("ADD", pod_netns)
@@ -333,7 +342,7 @@ def test_a_run_dir_that_cannot_be_written_costs_the_record_only(
 def test_a_run_dir_that_is_missing_is_made(tmp_path: Path, pod_netns: str) -> None:
     """Nobody needs to prepare it, and nobody else can read it."""
     node = Node(tmp_path)
-    node.add_pod()
+    node.add_pod(env=[DUAL_STACK])
     run_dir = tmp_path / "new" / "run"
     answer = node.call("ADD", pod_netns, config=node.config(cni_agent_run_dir=str(run_dir)))
     assert (answer.status, answer.logged("", "warn")) == (0, False)

@@ -142,7 +142,7 @@ def test_a_call_that_makes_no_sense_is_refused(
 
 def test_only_cni_variables_matter(node: Node, pod_netns: str) -> None:
     """A proxy, a useless PATH and the switches of the reference's plugin change nothing."""
-    node.add_pod()
+    node.add_pod(env=[{"name": "ISTIO_DUAL_STACK", "value": "true"}])
     odd = {
         "HTTPS_PROXY": "http://127.0.0.1:1",
         "https_proxy": "http://127.0.0.1:1",

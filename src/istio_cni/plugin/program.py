@@ -149,7 +149,7 @@ def _inside(
 
 
 def _program(inside: Inside, net: Netfilter, config: CaptureConfig) -> dict[str, object]:
-    config = _with_families(config)
+    config = _with_families(config, inside.log)
     report = apply.program(net, config, inside.log)
     return {
         "settings": to_settings(config),
@@ -159,11 +159,17 @@ def _program(inside: Inside, net: Netfilter, config: CaptureConfig) -> dict[str,
     }
 
 
-def _with_families(config: CaptureConfig) -> CaptureConfig:
-    """Decide by the pod's own addresses whether IPv6 is captured."""
+def _with_families(config: CaptureConfig, log: Log) -> CaptureConfig:
+    """Decide by the pod's own addresses whether IPv6 is captured; tell if some of it is not."""
     with netlink.Route() as route:
         addresses = [there.address for there in route.addresses()]
     _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
+    if not ipv6 and detect.host_address(addresses, dual_stack=True)[1]:
+        log(
+            "warn",
+            "IPv6 is not captured: the pod's first address is IPv4; "
+            "ISTIO_DUAL_STACK on the proxy captures both",
+        )
     return config._replace(ipv6=ipv6)
 
 
@@ -202,7 +208,8 @@ def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str
 def derived_difference(config: CaptureConfig, netns: int, deadline: float, log: Log) -> str:
     """Return in what a namespace differs from a configuration, whichever variant is used."""
 
-    def compare(_: Inside, net: Netfilter) -> dict[str, object]:
-        return {"difference": apply.check(net, _with_families(config), apply.holders(net))}
+    def compare(inside: Inside, net: Netfilter) -> dict[str, object]:
+        wanted = _with_families(config, inside.log)
+        return {"difference": apply.check(net, wanted, apply.holders(net))}
 
     return str(_inside(netns, "", deadline, log, compare)["difference"])
