@@ -7,7 +7,6 @@ that are ours say so. Nothing here is computed, so importing it costs nothing on
 VERSION = "0.1.0"
 
 # -- CNI protocol (containernetworking/cni SPEC.md 1.1.0) --------------------------------------
-PLUGIN_NAME = "istio-cni"
 SUPPORTED_VERSIONS = ("0.1.0", "0.2.0", "0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0")
 NEWEST_VERSION = SUPPORTED_VERSIONS[-1]
 

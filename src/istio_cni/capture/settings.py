@@ -40,11 +40,6 @@ class Setting(NamedTuple):
     default: str = ""
     listed: bool = False
 
-    @property
-    def known_as(self) -> str:
-        """How a person names this setting: the flag, else the variable, else the key."""
-        return f"--{self.flag}" if self.flag else (*self.env, self.key)[0]
-
 
 def _mode(text: str, where: str) -> str:
     if text in ("", *grammar.MODES):

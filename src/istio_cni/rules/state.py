@@ -288,11 +288,6 @@ def guard_removal_lines() -> list[str]:
     return [f"-D {rule.chain} {specification(rule)}" for rule in GUARD]
 
 
-def leftovers(state: State) -> list[str]:
-    """Name what of ours a state still holds: `table chain` each, for messages."""
-    return [f"{table.value} {chain}" for table, chains in ours(state).items() for chain in chains]
-
-
 def _alphabetical(tables: set[Table]) -> list[Table]:
     return sorted(tables, key=lambda table: table.value)
 

@@ -16,7 +16,6 @@ from istio_cni.rules.state import (
     State,
     differences,
     guard_lines,
-    leftovers,
     load_text,
     ours,
     revert_blocks,
@@ -381,12 +380,6 @@ def test_undo_removes_jumps_before_chains() -> None:
     (block,) = undo_blocks(loaded("appendix-d"))
     kinds = [line[:2] for line in block.splitlines()]
     assert kinds == ["* ", *["-D"] * 5, *["-F"] * 4, *["-X"] * 4, "CO"]
-
-
-def test_leftovers_are_named() -> None:
-    """For a message: table and chain."""
-    assert leftovers(loaded("drop-invalid"))[:2] == ["mangle ISTIO_DROP", "mangle PREROUTING"]
-    assert leftovers(parse_save(FOREIGN)) == []
 
 
 @pytest.mark.parametrize(("included", "refused"), [(0, 0), (1, 0), (49, 0), (50, 50), (64, 64)])

@@ -9,7 +9,6 @@ from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
     is_host,
-    is_own,
     open_netns,
 )
 
@@ -18,7 +17,6 @@ __all__ = [
     "hold_apply_lock",
     "identity",
     "is_host",
-    "is_own",
     "open_netns",
     "run_inside",
 ]

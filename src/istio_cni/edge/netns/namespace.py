@@ -45,11 +45,6 @@ def identity(netns: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def is_own(netns: int) -> bool:
-    """Tell whether a namespace is the one this process runs in."""
-    return identity(netns) == _identity_of("/proc/self/ns/net")
-
-
 def is_host(netns: int) -> bool:
     """Tell whether a namespace is that of process 1, whose traffic must never be captured."""
     return identity(netns) == _identity_of("/proc/1/ns/net")
