@@ -101,6 +101,19 @@ def test_excluded_ports_are_direct(wire: Wire, variant: str) -> None:
 
 
 @variants
+def test_included_ports_alone_are_captured(wire: Wire, variant: str) -> None:
+    """With no range included, a listed port is all of the outbound traffic that is captured."""
+    only = {"OUTBOUND_PORTS_INCLUDE": "80", "OUTBOUND_IPRANGES_INCLUDE": ""}
+    program(wire.pod, config(variant, **only, OUTBOUND_PORTS_EXCLUDE=""))
+    with serving(wire.pod, "proxy", PROXY_LISTENERS):
+        for out in OUTSIDE.values():
+            assert places(reach(wire.pod, APPLICATION, Call(out, 80), Call(out, 15020))) == [
+                ("proxy", OUTBOUND, endpoint(out, 80)),
+                ("outside", 15020, endpoint(out, 15020)),
+            ]
+
+
+@variants
 def test_proxy_itself_is_direct(wire: Wire, variant: str) -> None:
     """The proxy's own connections leave as they are, TCP and UDP, DNS included."""
     program(wire.pod, config(variant, **ALL_DNS))
