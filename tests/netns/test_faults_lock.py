@@ -66,7 +66,7 @@ def test_plugin_does_not_wait(pod_netns: str, lock: Path, tmp_path: Path) -> Non
     restore(pod_netns, "iptables-legacy", FOREIGN)
     restore(pod_netns, "ip6tables-legacy", FOREIGN.replace("192.0.2.0/24", "2001:db8::/32"))
     node = Node(tmp_path)
-    node.add_pod()
+    node.add_pod(env=[{"name": "ISTIO_DUAL_STACK", "value": "true"}])
     answer = node.call(
         "ADD",
         pod_netns,
@@ -76,7 +76,7 @@ def test_plugin_does_not_wait(pod_netns: str, lock: Path, tmp_path: Path) -> Non
     assert answer.status == 0, answer.stdout
     assert answer.took_s < 2
     assert not any(line["level"] == "warn" for line in answer.log)
-    assert holders(pod_netns) == {"iptables": "legacy"}
+    assert holders(pod_netns) == {"iptables": "legacy", "ip6tables": "legacy"}
     assert node.record(WEB)
 
 

@@ -91,7 +91,7 @@ def add_within(
     def add() -> tuple[IstioCNIError, float]:
         bind_here({"/usr/local/sbin": directory})
         started = time.monotonic()
-        wanted, limit = config("", **TPROXY), started + seconds
+        wanted, limit = config("", **TPROXY, DUAL_STACK=True), started + seconds
         with pytest.raises(IstioCNIError) as failure:
             plugin_program.capture(
                 request, wanted, "uid", None, attachments, limit, lambda *_: pytest.fail("it logs")
