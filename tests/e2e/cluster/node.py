@@ -1,0 +1,170 @@
+"""The private namespaces of a node, and the programs that run in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from . import configs, janitor
+from .needs import PATH, ClusterFailed
+
+PREFIX = "istio-cni-e2e-"
+START_TIMEOUT_S = 20.0
+PROGRAM_TIMEOUT_S = 60.0
+POLL_S = 0.05
+
+
+class Node:
+    """Namespaces that end with this object, or with this process, and leave nothing.
+
+    `state` is the node's directory on disk, seen inside and outside under the same path.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self.cgroup = self.state.name
+        self._unshare: subprocess.Popen[bytes] | None = None
+        self._components: dict[str, subprocess.Popen[bytes]] = {}
+        self._janitor = subprocess.Popen(
+            [sys.executable, janitor.__file__, self.cgroup, str(self.state)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            for name in ("etc", "log", "etcd"):
+                (self.state / name).mkdir()
+            self._make_cgroups()
+            self._start_namespaces()
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_cgroups(self) -> None:
+        """Make the cgroup that all pods are in; a new cpuset starts empty and must be filled."""
+        for hierarchy in Path("/sys/fs/cgroup").iterdir():
+            if hierarchy.name == "unified" or not hierarchy.is_dir():
+                continue
+            directory = hierarchy / self.cgroup
+            directory.mkdir()
+            for name in ("cpuset.cpus", "cpuset.mems"):
+                if (directory / name).exists():
+                    (directory / name).write_text((hierarchy / name).read_text())
+
+    def _start_namespaces(self) -> None:
+        script = self.state / "etc" / "init.sh"
+        script.write_text(configs.first_process(self.state))
+        unshare = ("unshare", "-m", "-n", "-p", "-u", "-i", "--fork", "--kill-child",
+                   "--mount-proc")  # fmt: skip
+        with self.log("init").open("w") as log:
+            self._unshare = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *unshare, "bash", str(script)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        ready = self.state / "init.ready"
+        self.wait(ready.exists, what="the namespaces", timeout_s=START_TIMEOUT_S, of="init")
+        children = Path(f"/proc/{self._unshare.pid}/task/{self._unshare.pid}/children")
+        self.init = int(children.read_text())
+        assert self._janitor.stdin is not None
+        self._janitor.stdin.write(b"%d\n" % self.init)
+        self._janitor.stdin.flush()
+
+    def log(self, component: str) -> Path:
+        """Return the file that a component's output goes to."""
+        return self.state / "log" / f"{component}.log"
+
+    def path(self, inside: str) -> Path:
+        """Return a file of the node as this process sees it; absolute links lead outside."""
+        return Path(f"/proc/{self.init}/root{inside}")
+
+    def command(self, *argv: str) -> list[str]:
+        """Return the command line that runs a program inside."""
+        return ["nsenter", "-t", str(self.init), "-m", "-n", "-p", "-u", "-i", "--", *argv]
+
+    def run(
+        self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program inside until it ends."""
+        return subprocess.run(
+            self.command(*argv),
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=self._environment(),
+        )
+
+    def succeed(self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S) -> str:
+        """Run a program inside and return what it prints; raises ClusterFailed if it fails."""
+        done = self.run(*argv, stdin=stdin, timeout_s=timeout_s)
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip()
+            raise ClusterFailed(f"{' '.join(argv)} ended with {done.returncode}: {said}")
+        return done.stdout
+
+    def start(self, name: str, argv: Sequence[str]) -> None:
+        """Start a component; its output is appended to its log."""
+        with self.log(name).open("a") as log:
+            self._components[name] = subprocess.Popen(
+                self.command(*argv),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(),
+            )
+
+    def _environment(self) -> dict[str, str]:
+        return {"PATH": PATH, "HOME": "/root", "KUBECACHEDIR": str(self.state / "kubecache")}
+
+    def stop(self, name: str, number: int = signal.SIGTERM) -> None:
+        """End a component by a signal; `nsenter` passes none on, so its child gets it."""
+        outer = self._components.pop(name)
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), number)
+        outer.wait(START_TIMEOUT_S)
+
+    def ended(self) -> str:
+        """Return the name of a component that ended by itself, "" if all run."""
+        return next((name for name, it in self._components.items() if it.poll() is not None), "")
+
+    def wait(
+        self, is_so: Callable[[], object], *, what: str, timeout_s: float, of: str = ""
+    ) -> None:
+        """Poll until something is so; raises ClusterFailed with the end of a component's log."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            gone = self.ended()
+            if gone or time.monotonic() > deadline:
+                why = f"{gone} ended" if gone else f"not within {timeout_s:.0f} s"
+                raise ClusterFailed(f"{what}: {why}{self._tail(gone or of)}")
+            time.sleep(POLL_S)
+
+    def _tail(self, component: str) -> str:
+        if not component or not self.log(component).exists():
+            return ""
+        lines = self.log(component).read_text(errors="replace").splitlines()[-15:]
+        return "\n".join(["", f"the end of {component}'s log:", *lines])
+
+    def close(self) -> None:
+        """End everything and wait until nothing is left."""
+        if keep := os.environ.get("KEEP_LOGS"):
+            shutil.copytree(self.state / "log", keep, dirs_exist_ok=True)
+        assert self._janitor.stdin is not None
+        if self._unshare is not None:
+            self._unshare.kill()  # and with it, by its own wish, all it started
+            self._unshare.wait()
+        self._janitor.stdin.close()
+        status = self._janitor.wait(janitor.PATIENCE_S + 5)
+        for process in self._components.values():
+            process.wait(START_TIMEOUT_S)
+        if status != 0:
+            raise ClusterFailed(f"the node left something behind: {self.cgroup}")
