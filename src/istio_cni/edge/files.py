@@ -12,55 +12,92 @@ import time
 
 from istio_cni.errors import IOFailure, TryAgainLater, quoted
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 READ_MAX_BYTES = 1 << 20
+_TYPE_BITS, _REGULAR = 0o170000, 0o100000  # of st_mode; the module `stat` would cost a load
+_HEX = frozenset("0123456789abcdef")
 
 
-def write_whole(path: str, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file's content; an existing file's mode and owner are kept. Raises IOFailure."""
+def write_whole(
+    path: str,
+    content: bytes,
+    mode: int = 0o600,
+    *,
+    keep: bool = True,
+    model: str = "",
+    flush: bool = True,
+) -> None:
+    """Replace a file's content; an existing file's mode and owner are kept, unless told otherwise.
+
+    With `model` they are those of the file of that name beside it, also if that is a link to one.
+    Without `keep`, the file has exactly `mode`. Without `flush`, it may be half a file after a
+    crash of the machine, and of that only. Raises IOFailure.
+    """
     directory, name = os.path.split(path)
     try:
         parent = os.open(directory or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _replace(parent, name, content, mode)
+            _replace(parent, name, content, mode, keep=keep, model=model, flush=flush)
         finally:
             os.close(parent)
     except OSError as error:
         raise IOFailure(f"cannot write {quoted(path)}: {error.strerror}") from error
 
 
-def _replace(parent: int, name: str, content: bytes, mode: int) -> None:
-    temporary = f".{name}.{os.getpid()}"
+def temporary_name(name: str) -> str:
+    """Return the name under which a file is made before it is renamed; for one writer alone."""
+    return f".{name}.{os.getpid()}-{os.urandom(3).hex()}"
+
+
+def _replace(
+    parent: int, name: str, content: bytes, mode: int, *, keep: bool, model: str, flush: bool
+) -> None:
+    temporary = temporary_name(name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(temporary, flags, mode, dir_fd=parent)
     try:
         with os.fdopen(file, "wb") as stream:
-            _keep_owner(parent, name, stream.fileno())
+            if keep:
+                _keep_owner(parent, model or name, stream.fileno(), follow=bool(model))
+            else:
+                os.fchmod(stream.fileno(), mode)  # whatever the umask
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
+            if flush:
+                os.fsync(stream.fileno())
         os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
     except BaseException:
         os.unlink(temporary, dir_fd=parent)
         raise
-    os.fsync(parent)
+    if flush:
+        os.fsync(parent)
 
 
-def _keep_owner(parent: int, name: str, file: int) -> None:
+def _keep_owner(parent: int, name: str, file: int, *, follow: bool) -> None:
     try:
-        before = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        before = os.stat(name, dir_fd=parent, follow_symlinks=follow)
     except FileNotFoundError:
+        return
+    if before.st_mode & _TYPE_BITS != _REGULAR:  # a link's own mode is 0777
         return
     os.fchmod(file, before.st_mode & 0o7777)
     os.fchown(file, before.st_uid, before.st_gid)
 
 
-def read_whole(path: str) -> bytes | None:
-    """Return a file's content, None if there is no such file; at most 1 MiB. Raises IOFailure."""
+def read_whole(path: str, *, limit: int = READ_MAX_BYTES, follow: bool = False) -> bytes | None:
+    """Return a file's content, None if there is no such file. Raises IOFailure.
+
+    Reads at most `limit` bytes. A link is followed only where one is expected.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         try:
             with open(file, "rb", closefd=False) as stream:  # refuses a directory
-                return stream.read(READ_MAX_BYTES)
+                return stream.read(limit)
         finally:
             os.close(file)
     except FileNotFoundError:
@@ -85,6 +122,20 @@ def make_directory(path: str, mode: int = 0o700) -> None:
         os.makedirs(path, mode, exist_ok=True)
     except OSError as error:
         raise IOFailure(f"cannot make the directory {quoted(path)}: {error.strerror}") from error
+
+
+def sweep(directory: str, is_ours: Callable[[str], bool]) -> None:
+    """Remove temporary files that a killed writer has left, of files whose names are ours.
+
+    Raises IOFailure.
+    """
+    for name in list_names(directory):
+        stem, _, suffix = name[1:].rpartition(".")
+        process, dash, random = suffix.partition("-")
+        is_number = process.isascii() and process.isdigit()
+        is_random = len(random) == 6 and _HEX.issuperset(random)
+        if name[:1] == "." and dash and is_number and is_random and is_ours(stem):
+            remove(os.path.join(directory, name))
 
 
 def remove(path: str) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from istio_cni.edge.kube.kubeconfig import Kubeconfig
+    from istio_cni.edge.kube.response import Answer
     from istio_cni.errors import IstioCNIError
 
     Pod: TypeAlias = dict[str, object]
@@ -165,7 +166,7 @@ def _unanswered(error: OSError, kubeconfig: Kubeconfig) -> Failure:
 
 
 def _judge(
-    answer: transport.Answer,
+    answer: Answer,
     kubeconfig: Kubeconfig,
     namespace: str,
     name: str,

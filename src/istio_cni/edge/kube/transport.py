@@ -2,8 +2,9 @@
 
 Socket timeouts bound a single wait, so a server that sends a byte now and then would hold a pod's
 start for minutes. Here every wait (resolving, connecting, the handshake, each read) gets what is
-left until one instant. http.client parses the answer; the connection is ours, because its own would
-resolve names without a limit and import a codec for international names that no node needs.
+left until one instant. The connection is ours, because http.client's would resolve names without a
+limit and import a codec for international names that no node needs; the answer is read by
+`response`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import io
 
 from istio_cni.constants import VERSION
 from istio_cni.edge.kube.kubeconfig import unusable
+from istio_cni.edge.kube.response import Answer, read_answer
 from istio_cni.errors import quoted
 
 BODY_MAX_BYTES = 8 * 1024 * 1024  # etcd refuses objects beyond 1.5 MiB
@@ -29,17 +31,6 @@ if TYPE_CHECKING:
     Remaining: TypeAlias = Callable[[], float]  # seconds left; raises TimeoutError when none are
     Host: TypeAlias = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
     Addresses: TypeAlias = Sequence[tuple[socket.AddressFamily, socket.SocketKind, int, str, Host]]
-
-
-class Answer:
-    """What the server said; `body` has at most one byte more than BODY_MAX_BYTES."""
-
-    __slots__ = ("body", "retry_after", "status")
-
-    def __init__(self, status: int, body: bytes, retry_after: str) -> None:
-        self.status = status
-        self.body = body
-        self.retry_after = retry_after
 
 
 def get(
@@ -68,7 +59,7 @@ def get(
             expected = kubeconfig.server_name or kubeconfig.host
             sock = tls.wrap_socket(sock, server_hostname=expected.encode())  # bytes: no idna codec
         sock.sendall(_request(kubeconfig, target))
-        return _receive(_BoundedReader(sock, remaining))
+        return read_answer(io.BufferedReader(_BoundedReader(sock, remaining)), BODY_MAX_BYTES)
     finally:
         sock.close()
 
@@ -194,27 +185,6 @@ def _request(kubeconfig: Kubeconfig, target: str) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode("ascii")
 
 
-def _receive(reader: _BoundedReader) -> Answer:
-    """Parse one answer; one that breaks off is a ConnectionError."""
-    import http.client
-
-    response = http.client.HTTPResponse(
-        reader,  # type: ignore[arg-type]  # of a socket it calls makefile() and nothing else
-        method="GET",
-    )
-    try:
-        response.begin()
-        body = response.read(BODY_MAX_BYTES + 1)
-    except http.client.HTTPException as error:
-        what = f"{type(error).__name__} {error}".strip()
-        raise ConnectionError(f"no whole HTTP answer: {what}") from error
-    finally:
-        response.close()
-    if response.length and len(body) <= BODY_MAX_BYTES:
-        raise ConnectionError("the connection was closed in the middle of the answer")
-    return Answer(response.status, body, response.getheader("Retry-After") or "")
-
-
 class _BoundedReader(io.RawIOBase):
     """The reading side of a connected socket, each of whose waits ends at the same instant."""
 
@@ -231,7 +201,3 @@ class _BoundedReader(io.RawIOBase):
         """Wait for bytes as long as there is time."""
         self._sock.settimeout(self._remaining())
         return self._sock.recv_into(buffer)
-
-    def makefile(self, _mode: str) -> io.BufferedReader:
-        """Return the buffered reader that http.client asks of a socket."""
-        return io.BufferedReader(self)
