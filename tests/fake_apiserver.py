@@ -1,7 +1,8 @@
 """An API server that keeps state, for tests and benchmarks: pods, real TLS, faults on demand.
 
-It holds pods, knows tokens, logs requests and answers with the Status objects of the real one. What
-a test wants to go wrong is a `Reply`, queued in `script` for one request or set as `always`:
+It holds pods, knows tokens and mints others, logs requests and answers with the Status objects of
+the real one. What a test wants to go wrong is a `Reply`, queued in `script` for one request or set
+as `always`:
 
     with FakeApiServer() as server:
         server.add_pod("default", "web", uid="1234")
@@ -11,6 +12,7 @@ a test wants to go wrong is a `Reply`, queued in `script` for one request or set
 
 from __future__ import annotations
 
+import datetime
 import functools
 import http
 import http.server
@@ -61,10 +63,13 @@ class Request(NamedTuple):
     method: str
     path: str
     headers: dict[str, str]
+    body: bytes = b""
 
 
 class FakeApiServer:
     """Serves `pods` to bearers of `tokens` on a free port of `host`, from start to stop.
+
+    They also get tokens of `accounts`, by namespace and name, for at most `token_max_s` seconds.
 
     With `client_ca` (PEM) a client certificate of that authority is as good as a token. While
     `mute` is true, connections are accepted and nothing more, not even TLS. After a stop, start
@@ -83,6 +88,8 @@ class FakeApiServer:
         self.port = 0
         self.pods: dict[tuple[str, str], Pod] = {}
         self.tokens = {"token-1"}
+        self.accounts: set[tuple[str, str]] = set()
+        self.token_max_s = 24 * 3600
         self.script: deque[Reply] = deque()
         self.always = Reply()
         self.requests: list[Request] = []
@@ -231,11 +238,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     wbufsize = -1  # one segment an answer: Nagle's wait would blur a benchmark
     server: _Server
 
+    def do_POST(self) -> None:
+        """Do the same: a request differs by what its path and body ask for."""
+        self.do_GET()
+
     def do_GET(self) -> None:
         """Log the request, then follow the script, or else the state."""
         owner = self.server.owner
         headers = {name.lower(): value for name, value in self.headers.items()}
-        owner.requests.append(Request(self.command, self.path, headers))
+        self._body = self.rfile.read(int(headers.get("content-length", "0")))
+        owner.requests.append(Request(self.command, self.path, headers, self._body))
         reply = owner.script.popleft() if owner.script else owner.always
         if reply.before:
             reply.before()
@@ -277,15 +289,45 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         secured = isinstance(self.connection, ssl.SSLSocket)
         certified = secured and bool(self.connection.getpeercert())
-        if not certified and (scheme != "Bearer" or token not in owner.tokens):
+        if not certified and (scheme.lower() != "bearer" or token not in owner.tokens):
             return 401, _status(401, "Unauthorized")
         parts = [urllib.parse.unquote(part) for part in self.path.split("/")]
-        match parts:
-            case ["", "api", "v1", "namespaces", namespace, "pods", name]:
+        match [self.command, *parts]:
+            case [
+                "POST",
+                "",
+                "api",
+                "v1",
+                "namespaces",
+                namespace,
+                "serviceaccounts",
+                name,
+                "token",
+            ]:
+                if (namespace, name) in owner.accounts:
+                    return 201, self._mint(name)
+                return 404, _status(404, f'serviceaccounts "{name}" not found')
+            case ["GET", "", "api", "v1", "namespaces", namespace, "pods", name]:
                 if pod := owner.pods.get((namespace, name)):
                     return 200, json.dumps(pod).encode()
                 return 404, _status(404, f'pods "{name}" not found')
         return 404, _status(404, "the server could not find the requested resource")
+
+    def _mint(self, account: str) -> bytes:
+        """Answer a TokenRequest with a token that is good from now on."""
+        owner = self.server.owner
+        asked = json.loads(self._body)
+        seconds = min(asked["spec"]["expirationSeconds"], owner.token_max_s)
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=seconds)
+        token = f"{account}-{len(owner.tokens)}"
+        owner.tokens.add(token)
+        answer = {
+            **asked,
+            "metadata": {"name": account},
+            "spec": {"audiences": ["api"], "expirationSeconds": seconds},
+            "status": {"token": token, "expirationTimestamp": f"{end:%Y-%m-%dT%H:%M:%SZ}"},
+        }
+        return json.dumps(answer).encode()
 
     def log_message(self, *_: object) -> None:
         """Stay quiet: `requests` has it all."""

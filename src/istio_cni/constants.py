@@ -44,6 +44,7 @@ MAX_INTERFACE_NAME = 15  # IFNAMSIZ - 1
 # -- Kubernetes --------------------------------------------------------------------------------
 PROXY_CONTAINER = "istio-proxy"
 INIT_CONTAINER = "istio-init"
+PLUGIN_TYPE = "istio-cni"  # of our entry in a list of plugins, and the name of the program
 AGENT_POD_PREFIX = "istio-cni-node-"
 STATUS_ANNOTATION = "sidecar.istio.io/status"
 MODE_ANNOTATION = "sidecar.istio.io/interceptionMode"
@@ -61,6 +62,8 @@ LOG_FILE = "istio-cni.log"
 LOG_FILE_BYTES = 10 * 1024 * 1024  # then it is rotated; one backup, kept two days
 LOG_BACKUP_MAX_AGE_S = 2 * 24 * 3600
 ATTACHMENTS_DIR = "attachments"
+BUNDLES_DIR = "istio-cni.d"  # beside the program: a directory for each version of the plugin
+CURRENT_BUNDLE = "current"  # the link in there that leads to the one in use
 
 # -- limits (ours) -----------------------------------------------------------------------------
 ADD_TIMEOUT_S = 20.0  # one ADD in process, all in all

@@ -14,6 +14,7 @@
     ├── KubeconfigUnusable  101   the run dir's kubeconfig is missing or unusable
     ├── PodLookupFailed     102   the API server answers, but not with this pod
     ├── InvalidParameter    105   an annotation, flag or configuration value is refused
+    │   └── InvalidSettings       several of them at once, a line each: exit status 2
     ├── ProgrammingFailed   106   the kernel or iptables refused the rules
     │   └── NoUsableBackend       no iptables variant works; lists every candidate
     ├── RulesAltered        107   CHECK: the rules are not what ADD made
@@ -113,6 +114,14 @@ class InvalidParameter(IstioCNIError):
     """A value that a person wrote (annotation, flag, variable, configuration key) is refused."""
 
     code = 105
+
+
+class InvalidSettings(InvalidParameter):
+    """Flags or variables of the node agent that are refused; each problem is one line."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class ProgrammingFailed(IstioCNIError):

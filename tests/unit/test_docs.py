@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from istio_cni import errors
+from istio_cni.agent.settings import options
 from istio_cni.capture.main import run
 from istio_cni.capture.settings import SETTINGS
 from istio_cni.plugin.annotations import ANNOTATIONS, KUBEVIRT
@@ -60,10 +61,10 @@ def test_readme_example_prints_what_it_shows(capsys: pytest.CaptureFixture[str])
 
 def test_readme_commands_exist() -> None:
     """Every `make` target that the pages name is one."""
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z0-9]+):", (ROOT / "Makefile").read_text(), re.M))
     for page in PAGES:
         text = page.read_text()
-        named = re.findall(r"(?:^|`)make ([a-z]+)", text, re.M)
+        named = re.findall(r"(?:^|`)make ([a-z0-9]+)", text, re.M)
         assert set(named) <= targets, page
 
 
@@ -88,6 +89,14 @@ def test_configuration_lists_every_setting() -> None:
         assert re.findall(r"`([^`]+)`", names) == [*flags, *setting.env], setting.key
         if setting.default:
             assert default == f"`{setting.default}`"
+
+
+def test_configuration_lists_every_option_of_the_node_agent() -> None:
+    """Those of its model and no other, with the default."""
+    page = (ROOT / "docs/configuration.md").read_text()
+    section = page.split("## Configuration of install-cni\n")[1].split("\n## ")[0]
+    listed = re.findall(r"^\| `(--[a-z0-9-]+)` \| (?:empty|`(.+?)`) \|", section, re.M)
+    assert listed == [(option.flag, option.default) for option in options()]
 
 
 def test_errors_lists_every_code() -> None:

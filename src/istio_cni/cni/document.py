@@ -40,24 +40,24 @@ class Number(float):
         return self.text
 
 
-def decode(stdin: bytes) -> JSON:
-    """Read the JSON object on stdin; of a repeated key the last one counts.
+def decode(text: bytes, where: str = "stdin") -> JSON:
+    """Read the JSON object on stdin or `where`; of a repeated key the last one counts.
 
     Raises DecodingFailure: not UTF-8, not JSON (NaN is none), no object, or nested without measure.
     """
-    if not stdin.strip():
-        raise DecodingFailure("stdin is empty: a network configuration in JSON is expected")
+    if not text.strip():
+        raise DecodingFailure(f"{where} is empty: a network configuration in JSON is expected")
     try:
-        config = _parse(stdin.decode())
+        config = _parse(text.decode())
         too_deep = _is_deeper(config, MAX_DEPTH)
     except RecursionError:
         too_deep = True
     except ValueError as error:  # bytes that are no UTF-8 end here, too
-        raise DecodingFailure(f"stdin is not JSON: {error}") from error
+        raise DecodingFailure(f"{where} is not JSON: {error}") from error
     if too_deep:
-        raise DecodingFailure(f"stdin is JSON nested more than {MAX_DEPTH} levels deep")
+        raise DecodingFailure(f"{where} is JSON nested more than {MAX_DEPTH} levels deep")
     if not isinstance(config, dict):
-        raise DecodingFailure(f"stdin is not a JSON object: {quoted(config)}")
+        raise DecodingFailure(f"{where} is not a JSON object: {quoted(config)}")
     return config
 
 

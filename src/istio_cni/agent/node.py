@@ -1,0 +1,119 @@
+"""What the settings mean for this node: the parts to install, in order.
+
+What the environment of a pod says of the API server is read here, and nothing else of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from istio_cni.agent.settings import Settings
+from istio_cni.edge import files
+from istio_cni.edge.kube import tokens
+from istio_cni.errors import InvalidSettings, quoted
+from istio_cni.install import plan
+from istio_cni.install.bundle import Bundle
+from istio_cni.install.credentials import Credentials, Target
+from istio_cni.install.network import Network
+from istio_cni.rules.config import number
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from istio_cni.cni.document import JSON
+
+SERVICE = "KUBERNETES_SERVICE_"
+DEFAULTS = {  # of the plugin's own keys
+    "backend": "auto",
+    "iptables_variant": "",
+    "strict_annotations": False,
+    "outbound_owner_groups": "*",
+    "outbound_owner_groups_exclude": "",
+    "host_ipv4_loopback_cidr": "",
+}
+
+
+def parts(settings: Settings, env: Mapping[str, str]) -> tuple[Bundle, Credentials, Network]:
+    """Return what is to be on the node, in order.
+
+    Raises InvalidSettings for what cannot be used, IOFailure when there is no bundle.
+    """
+    server = _server(env)
+    account_dir = settings.service_account_dir
+    namespace = settings.pod_namespace or _own_namespace(account_dir)
+    if not namespace:
+        raise InvalidSettings(('POD_NAMESPACE: "" is not allowed; allowed: this pod\'s namespace',))
+    ca_file = settings.kube_ca_file or os.path.join(account_dir, "ca.crt")
+    target = Target(
+        settings.cni_agent_run_dir,
+        server,
+        "" if settings.skip_tls_verify else ca_file,
+        settings.kubeconfig_mode,
+    )
+    api = {name: env[name] for name in (f"{SERVICE}HOST", f"{SERVICE}PORT")}
+    account = settings.plugin_service_account
+    return (
+        Bundle(settings.bundle_dir, settings.mounted_cni_bin_dir),
+        Credentials(target, lambda: tokens.mint(account_dir, api, namespace, account), _seconds),
+        Network(
+            settings.mounted_cni_net_dir,
+            settings.cni_conf_name,
+            plan.entry(entry_keys(settings, namespace)),
+        ),
+    )
+
+
+def _seconds() -> float:
+    """Count seconds, those that the machine was suspended for included: tokens end meanwhile."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _server(env: Mapping[str, str]) -> str:
+    """Return the API server's URL, as every pod's environment has it."""
+    host, port = env.get(f"{SERVICE}HOST", ""), env.get(f"{SERVICE}PORT", "")
+    protocol = env.get(f"{SERVICE}PROTOCOL") or "https"
+    problems = []
+    if not host:
+        problems.append(f'{SERVICE}HOST: "" is not allowed; allowed: the API server, as in any pod')
+    if number(port, 1, 65535) is None:
+        problems.append(
+            f"{SERVICE}PORT: {quoted(port)} is not allowed; allowed: a port, 1 to 65535"
+        )
+    if protocol not in ("https", "http"):
+        problems.append(
+            f"{SERVICE}PROTOCOL: {quoted(protocol)} is not allowed; allowed: https, http"
+        )
+    if problems:
+        raise InvalidSettings(tuple(problems))
+    return plan.server_url(protocol, host, port)
+
+
+def _own_namespace(account_dir: str) -> str:
+    text = files.read_whole(os.path.join(account_dir, "namespace"), follow=True) or b""
+    return text.decode("utf-8", "replace").strip()
+
+
+def entry_keys(settings: Settings, namespace: str) -> JSON:
+    """Return the keys of the network configuration that follow from the settings.
+
+    The reference's are always there; ours are where they differ from the default.
+    """
+    reference: JSON = {
+        "plugin_log_level": settings.plugin_log_level,
+        "cni_agent_run_dir": settings.cni_agent_run_dir,
+        "ambient_enabled": settings.ambient_enabled,
+        "exclude_namespaces": list(settings.exclude_namespaces),
+        "pod_namespace": namespace,
+        "native_nftables": settings.native_nftables,
+        "enable_ambient_detection_retry": False,
+    }
+    ours = {
+        "backend": settings.backend,
+        "iptables_variant": settings.force_iptables_binary,
+        "strict_annotations": settings.strict_annotations,
+        "outbound_owner_groups": settings.outbound_owner_groups,
+        "outbound_owner_groups_exclude": settings.outbound_owner_groups_exclude,
+        "host_ipv4_loopback_cidr": settings.host_ipv4_loopback_cidr,
+    }
+    return {**reference, **{key: value for key, value in ours.items() if value != DEFAULTS[key]}}

@@ -1,0 +1,92 @@
+"""Tokens of another ServiceAccount, by TokenRequest through the official client.
+
+The plugin's kubeconfig lies on the node's disk. What it holds is the token of an account that can
+read pods and nothing else, and that ends within the hour; the agent's own never leaves its memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+import kubernetes.client
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+from kubernetes.config.incluster_config import InClusterConfigLoader
+from urllib3.exceptions import HTTPError
+
+from istio_cni.errors import KubeconfigUnusable, TryAgainLater, quoted
+
+LIFE_S = 3600
+TIMEOUT_S = 5.0
+
+
+class Token(NamedTuple):
+    """A token and how long it is good for, counted from when it was asked for."""
+
+    text: str
+    life_s: float
+
+
+def mint(credentials_dir: str, env: Mapping[str, str], namespace: str, account: str) -> Token:
+    """Return a fresh token of an account, asked for with the credentials of this pod.
+
+    They are read each time, since both the token and the authority rotate. Raises
+    KubeconfigUnusable when there are none or the server refuses, TryAgainLater when it gives no
+    answer.
+    """
+    wanted = f"a token of ServiceAccount {quoted(f'{namespace}/{account}')}"
+    spec = kubernetes.client.V1TokenRequestSpec(audiences=[], expiration_seconds=LIFE_S)
+    request = kubernetes.client.AuthenticationV1TokenRequest(spec=spec)
+    client = kubernetes.client.ApiClient(_configuration(credentials_dir, env))
+    try:
+        answer = kubernetes.client.CoreV1Api(client).create_namespaced_service_account_token(
+            account, namespace, request, _request_timeout=TIMEOUT_S
+        )
+    except ApiException as error:
+        if not error.status:  # no answer at all: TLS failed
+            raise TryAgainLater(f"{wanted} is not to be had: {quoted(error.reason)}") from error
+        problem = f"{wanted} is refused: HTTP {error.status} {quoted(error.reason)}"
+        if error.status in (408, 429) or error.status >= 500:
+            raise TryAgainLater(problem) from error
+        raise KubeconfigUnusable(problem) from error
+    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that is none
+        raise TryAgainLater(f"{wanted} is not to be had: {quoted(str(error))}") from error
+    finally:
+        client.rest_client.pool_manager.clear()
+    status = answer.status
+    if status is None or not status.token or status.expiration_timestamp is None:
+        raise TryAgainLater(f"{wanted} was answered without one")
+    granted_s = answer.spec.expiration_seconds if answer.spec else None
+    return Token(status.token, _life_s(granted_s, status.expiration_timestamp))
+
+
+def _life_s(granted_s: int | None, end: datetime) -> float:
+    """Tell how long a token is good for; the server may grant less than it was asked for.
+
+    Its end in this node's time may be wrong by as much as the clocks differ, so it only shortens
+    what was granted, and one in the past does not count.
+    """
+    left_s, granted_s = (end - datetime.now(UTC)).total_seconds(), granted_s or LIFE_S
+    return left_s if 0 < left_s < granted_s else float(granted_s)
+
+
+def _configuration(credentials_dir: str, env: Mapping[str, str]) -> kubernetes.client.Configuration:
+    configuration = kubernetes.client.Configuration()
+    try:
+        loader = InClusterConfigLoader(  # type: ignore[no-untyped-call] # no types there
+            token_filename=os.path.join(credentials_dir, "token"),
+            cert_filename=os.path.join(credentials_dir, "ca.crt"),
+            environ=env,
+        )
+        loader.load_and_set(configuration)  # type: ignore[no-untyped-call] # likewise
+    except (ConfigException, OSError, ValueError) as error:
+        raise KubeconfigUnusable(
+            f"this pod's credentials in {quoted(credentials_dir)} cannot be used: "
+            f"{quoted(str(error))}"
+        ) from error
+    configuration.proxy = None  # the environment's is not for traffic inside the cluster
+    configuration.retries = False  # we come back by ourselves
+    return configuration

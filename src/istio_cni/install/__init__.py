@@ -1,0 +1,1 @@
+"""What `install-cni` puts on the node: the bundle, the kubeconfig, the entry in the conflist."""

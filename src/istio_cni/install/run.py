@@ -1,0 +1,87 @@
+"""Installs in order, looks again every second, and takes everything back at the end.
+
+Order matters. The runtime must find the program once it knows the entry, so the entry comes last
+and goes first. Looking compares what is wanted with what is there, so it does not matter what
+changed it, who was killed when, or which event was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from istio_cni.errors import InternalError, IstioCNIError
+
+LOG = logging.getLogger("cni-agent")
+LOOK_EVERY_S = 1.0
+RELOAD_S = 1.0  # until runtimes have read a directory that has changed
+
+
+class Part(Protocol):
+    """Something on the node that is put there and taken away; both tell what they did."""
+
+    def install(self) -> Iterator[str]:
+        """Put right what is not. Raises IstioCNIError."""
+
+    def remove(self) -> Iterator[str]:
+        """Take it away. Raises IstioCNIError."""
+
+
+class Installer:
+    """The parts, in the order in which they are installed; the last one is the conflist."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._installed = False
+        self.missing = "not looked yet"
+        """What is not in place, "" once all is."""
+
+    def look(self) -> None:
+        """Put everything in place as far as it goes; what keeps it from it is in `missing`.
+
+        No part is begun before those that it needs are in place. Later on, trouble with one leaves
+        the others be: an entry that is taken out while a token has ended still comes back.
+        """
+        trouble = ""
+        for part in self._parts:
+            problem = _told(part.install())
+            trouble = trouble or problem
+            if trouble and not self._installed:
+                break
+        if trouble and trouble != self.missing:
+            LOG.warning("not in place: %s", trouble)
+        elif self.missing and not trouble:
+            LOG.info("all is in place: pods of the mesh are captured from now on")
+        self._installed = self._installed or not trouble
+        self.missing = trouble
+
+    def remove(self, pause: Callable[[float], object]) -> None:
+        """Take everything away, last part first; what cannot be is told.
+
+        Where the entry stays, all stays: a runtime that is told to call a program that is gone
+        starts no pod at all. `pause` waits some seconds: between the entry's end and the program's.
+        """
+        self.missing = "this node agent is ending"
+        entry, *others = reversed(self._parts)
+        if problem := _told(entry.remove()):
+            LOG.error("the entry cannot be taken out, so the plugin stays, too: %s", problem)
+            return
+        pause(RELOAD_S)
+        for part in others:
+            if problem := _told(part.remove()):
+                LOG.error("not taken away: %s", problem)
+
+
+def _told(steps: Iterator[str]) -> str:
+    """Take the steps, telling of each; return what stopped them, "" if nothing did."""
+    try:
+        for line in steps:
+            LOG.info("%s", line)
+    except IstioCNIError as error:
+        return error.msg
+    except Exception as error:  # a fault of ours, which may be gone next time
+        fault = InternalError.of(error)
+        LOG.debug("%s", fault.msg, exc_info=error)
+        return fault.msg
+    return ""

@@ -1,0 +1,120 @@
+"""The order of the parts, and what trouble with one of them means for the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from istio_cni.errors import IOFailure
+from istio_cni.install.run import RELOAD_S, Installer
+
+
+class Part:
+    """Tells a shared list what it was told to do; fails while `failure` is set."""
+
+    def __init__(self, name: str, done: list[str]) -> None:
+        self.name = name
+        self.done = done
+        self.failure: Exception | None = None
+
+    def _step(self, verb: str) -> Iterator[str]:
+        if self.failure:
+            raise self.failure
+        self.done.append(f"{verb} {self.name}")
+        yield f"{verb} {self.name}"
+
+    def install(self) -> Iterator[str]:
+        """Install."""
+        return self._step("+")
+
+    def remove(self) -> Iterator[str]:
+        """Remove."""
+        return self._step("-")
+
+
+@pytest.fixture
+def done() -> list[str]:
+    """Return the list of what was done, in order."""
+    return []
+
+
+@pytest.fixture
+def parts(done: list[str]) -> list[Part]:
+    """Make three parts, as there are."""
+    return [Part(name, done) for name in ("bundle", "kubeconfig", "conflist")]
+
+
+def test_the_conflist_waits_for_what_it_leads_to(parts: list[Part], done: list[str]) -> None:
+    """What is missing is the first trouble, and all is well once it is gone."""
+    installer = Installer(parts)
+    assert installer.missing
+    parts[1].failure = IOFailure("no kubeconfig")
+    installer.look()
+    assert (done, installer.missing) == (["+ bundle"], "no kubeconfig")
+    parts[1].failure = None
+    installer.look()
+    assert done[1:] == ["+ bundle", "+ kubeconfig", "+ conflist"]
+    assert installer.missing == ""
+
+
+def test_once_installed_trouble_with_one_part_leaves_the_others_be(
+    parts: list[Part], done: list[str]
+) -> None:
+    """The entry is kept in the conflist also while the API server is away."""
+    installer = Installer(parts)
+    installer.look()
+    done.clear()
+    parts[1].failure = IOFailure("the token has ended")
+    installer.look()
+    assert (done, installer.missing) == (["+ bundle", "+ conflist"], "the token has ended")
+
+
+def test_the_same_trouble_is_told_of_once(
+    parts: list[Part], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though it is looked for every second."""
+    caplog.set_level(logging.WARNING)
+    parts[2].failure = IOFailure("no configuration yet")
+    installer = Installer(parts)
+    for _ in range(3):
+        installer.look()
+    assert [record.getMessage() for record in caplog.records] == [
+        "not in place: no configuration yet"
+    ]
+
+
+def test_a_fault_of_ours_is_trouble_as_any_other(parts: list[Part]) -> None:
+    """The next look goes on."""
+    installer = Installer(parts)
+    parts[0].failure = ZeroDivisionError("oops")
+    installer.look()
+    assert installer.missing == 'internal error: ZeroDivisionError: "oops"'
+    parts[0].failure = None
+    installer.look()
+    assert installer.missing == ""
+
+
+def test_the_way_out_is_the_way_in_backwards(
+    parts: list[Part], done: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With time for runtimes before the program goes; a step that fails is no reason to stop."""
+    installer = Installer(parts)
+    installer.look()
+    done.clear()
+    parts[1].failure = IOFailure("read-only")
+    installer.remove(lambda seconds: done.append(f"wait {seconds}"))
+    assert done == ["- conflist", f"wait {RELOAD_S}", "- bundle"]
+    assert installer.missing
+    assert caplog.records[-1].getMessage() == "not taken away: read-only"
+
+
+def test_where_the_entry_stays_the_plugin_stays(parts: list[Part], done: list[str]) -> None:
+    """Else the runtime would fail every pod for want of a program that it is told to call."""
+    installer = Installer(parts)
+    installer.look()
+    done.clear()
+    parts[2].failure = IOFailure("read-only")
+    installer.remove(lambda seconds: done.append(f"wait {seconds}"))
+    assert done == []
