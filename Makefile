@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit netns fmt lint types layers check lock ci clean
+.PHONY: help setup demo test e2e bench bundle unit netns fmt lint types layers check lock ci clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/' | expand -t 16
 
 # -- for users -----------------------------------------------------------------
 
@@ -18,6 +18,16 @@ demo: setup ## capture a pod through a real CNI chain and prove it with connecti
 
 test: $(VENV)/.setup-dev ## unit tests, and with root the tests in network namespaces
 	@$(BIN)/pytest
+
+bundle: $(VENV)/.setup-dev ## freeze the programs into dist/, as nodes and images get them
+	@$(BIN)/python packaging/bundle.py
+
+e2e: bundle ## the stories on a real node: kubelet, containerd, API server, Envoy (root, Go)
+	@packaging/setup --node
+	@$(BIN)/pytest tests/e2e
+
+bench: bundle ## what a call of the plugin costs, in units of a program that does nothing
+	@PYTHONPATH=tests $(BIN)/python -m bench
 
 # -- for developers ------------------------------------------------------------
 
@@ -43,7 +53,7 @@ layers: $(VENV)/.setup-dev ## check who may import whom
 
 check: lint types layers unit ## all that needs no root
 
-ci: lint types layers test demo ## what CI runs, in its order
+ci: lint types layers test demo e2e ## what CI runs, in its order
 
 lock: ## pin the dependencies anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
