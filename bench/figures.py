@@ -1,0 +1,89 @@
+"""From samples to verdicts, pure: medians, ratios, budgets, and how they are shown.
+
+A machine's milliseconds are its own; a ratio to a program that does nothing, measured in the same
+rounds, is comparable between machines and survives other work beside it. So budgets are ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+FLOOR = "floor"
+COLUMNS = ("row", "median ms", "p90 ms", "ratio", "budget", "")
+
+
+class Figure(NamedTuple):
+    """One row of a run; `ratio` is its median over the floor's, `budget` the ratio allowed."""
+
+    name: str
+    median_ms: float
+    p90_ms: float
+    ratio: float
+    budget: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the row keeps its budget; a row without one always does."""
+        return self.budget is None or self.ratio <= self.budget
+
+    def to_json(self) -> str:
+        """Write the row as one line."""
+        document = {
+            "name": self.name,
+            "median_ms": round(self.median_ms, 3),
+            "p90_ms": round(self.p90_ms, 3),
+            "ratio": round(self.ratio, 3),
+            "budget": self.budget,
+            "ok": self.ok,
+        }
+        return json.dumps(document)
+
+
+def figures(
+    samples: Mapping[str, Sequence[float]], budgets: Mapping[str, float]
+) -> tuple[Figure, ...]:
+    """Judge the samples (seconds) of each row, which must include the floor's, in their order."""
+    floor = statistics.median(samples[FLOOR])
+    return tuple(
+        Figure(
+            name,
+            median_ms=1e3 * statistics.median(taken),
+            p90_ms=1e3 * percentile(taken, 90),
+            ratio=statistics.median(taken) / floor,
+            budget=budgets.get(name),
+        )
+        for name, taken in samples.items()
+    )
+
+
+def percentile(samples: Sequence[float], percent: int) -> float:
+    """Return the smallest sample that so many percent of all do not exceed (nearest rank)."""
+    rank = -(-percent * len(samples) // 100)  # rounded up
+    return sorted(samples)[max(rank, 1) - 1]
+
+
+def table(rows: Sequence[Figure]) -> str:
+    """Lay the figures out for a person."""
+    cells = [COLUMNS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for name, *numbers in cells:
+        aligned = (text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True))
+        lines.append("  ".join((name.ljust(widths[0]), *aligned)).rstrip())
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cells(row: Figure) -> tuple[str, ...]:
+    budget = "" if row.budget is None else f"{row.budget:g}"
+    verdict = "" if row.budget is None else "ok" if row.ok else "over"
+    return (
+        row.name,
+        f"{row.median_ms:.2f}",
+        f"{row.p90_ms:.2f}",
+        f"{row.ratio:.2f}",
+        budget,
+        verdict,
+    )

@@ -1,0 +1,58 @@
+"""The programs that set the scale, made here when they are missing or older than their recipe."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from .process import BenchFailed
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build"
+RECIPES = (ROOT / "packaging" / "bundle.py", ROOT / "packaging" / "bundle.spec")
+PLUGIN = ROOT / "dist" / "istio-cni.d" / "current" / "istio-cni"
+NOTHING = "int main(void) { return 0; }\n"
+
+
+def plugin() -> str:
+    """Return the path of the frozen plugin. Raises BenchFailed if it was not frozen yet."""
+    if not os.access(PLUGIN, os.X_OK):
+        raise BenchFailed(f"there is no {PLUGIN.relative_to(ROOT)}; `make bundle` makes it")
+    return str(PLUGIN)
+
+
+def floor() -> str:
+    """Return the path of a program that does nothing, frozen by the recipe of the plugin."""
+    program = BUILD / "floor" / "floor"
+    newest = max(recipe.stat().st_mtime for recipe in RECIPES)
+    if not program.exists() or program.stat().st_mtime < newest:
+        spec = importlib.util.spec_from_file_location("bundle", RECIPES[0])
+        if spec is None or spec.loader is None:
+            raise BenchFailed(f"{RECIPES[0]} cannot be loaded")
+        bundle = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(bundle)
+        try:
+            bundle.freeze("floor", bundle.FLOOR, program.parent, check=_prove_floor)
+        except bundle.BundleFailed as error:
+            raise BenchFailed(str(error)) from error
+    return str(program)
+
+
+def _prove_floor(folder: Path) -> None:
+    subprocess.run([str(folder / "floor")], env={}, check=True)
+
+
+def static() -> str | None:
+    """Return the path of a static C program that does nothing; None where none can be made."""
+    program, compiler = BUILD / "static", shutil.which("cc")
+    if program.exists():
+        return str(program)
+    if compiler is None:
+        return None
+    BUILD.mkdir(exist_ok=True)
+    argv = [compiler, "-O2", "-static", "-x", "c", "-", "-o", str(program)]
+    done = subprocess.run(argv, input=NOTHING, text=True, capture_output=True, check=False)
+    return str(program) if done.returncode == 0 else None

@@ -1,0 +1,75 @@
+"""What the benchmark makes of its samples: figures, verdicts, and the lines that tools read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench import cases
+from bench.figures import Figure, figures, percentile, table
+
+SAMPLES = {
+    "floor": [0.010, 0.012, 0.010],
+    "fast": [0.030, 0.009, 0.020],
+    "slow": [0.021, 0.020, 0.022],
+    "free": [0.900, 0.900, 0.900],
+}
+BUDGETS = {"fast": 2.0, "slow": 2.0}
+
+
+def test_a_ratio_is_of_medians_of_the_same_run() -> None:
+    """In the order of the samples, in milliseconds."""
+    floor, fast, slow, free = figures(SAMPLES, BUDGETS)
+    assert (floor.name, floor.ratio, floor.budget) == ("floor", 1.0, None)
+    assert (fast.median_ms, fast.p90_ms) == (pytest.approx(20.0), pytest.approx(30.0))
+    assert slow.ratio == pytest.approx(2.1)
+    assert free.ratio == pytest.approx(90.0)
+
+
+def test_a_budget_is_kept_up_to_its_very_value() -> None:
+    """And a row without one is for information."""
+    assert [row.ok for row in figures(SAMPLES, BUDGETS)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("count", "percent", "expected"),
+    [(1, 90, 1), (2, 50, 1), (10, 90, 9), (11, 90, 10), (40, 90, 36), (5, 100, 5), (5, 0, 1)],
+)
+def test_percentiles_are_samples(count: int, percent: int, expected: int) -> None:
+    """By nearest rank, whatever the order of the samples."""
+    assert percentile(range(count, 0, -1), percent) == expected
+
+
+def test_a_row_is_one_json_object_a_line() -> None:
+    """With these keys; rounded for people, judged before."""
+    line = Figure("ADD captured nft", 70.12345, 80.0, 6.30049, 6.3).to_json()
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "name": "ADD captured nft",
+        "median_ms": 70.123,
+        "p90_ms": 80.0,
+        "ratio": 6.3,
+        "budget": 6.3,
+        "ok": False,
+    }
+    assert json.loads(Figure("floor", 1.0, 1.0, 1.0, None).to_json())["budget"] is None
+
+
+def test_the_table_says_which_rows_are_over() -> None:
+    """A line a row, columns aligned, no verdict without a budget."""
+    head, *lines = table(figures(SAMPLES, BUDGETS)).splitlines()
+    assert head.split() == ["row", "median", "ms", "p90", "ms", "ratio", "budget"]
+    assert [line.split()[-1] for line in lines] == ["1.00", "ok", "over", "90.00"]
+    assert len({line.index(".") for line in lines}) == 1
+
+
+def test_budgets_are_those_of_rows() -> None:
+    """A budget under a misspelt name would never be judged."""
+    place = cases.node.Node()
+    try:
+        found = cases.cases("plugin", "floor", "static", cases.VARIANTS, place)
+    finally:
+        place.close()
+    rows = [row for case in found for row in case.rows]
+    assert len(rows) == len(set(rows))
+    assert set(cases.BUDGETS) <= set(rows)
