@@ -166,7 +166,7 @@ def annotations(**traffic: str) -> dict[str, str]:
 
 def app_container() -> JSON:
     """Return an application that serves HTTP on two ports, with probes of both kinds."""
-    serve = "httpd -p {0} -h /srv && exec httpd -f -v -p {1} -h /srv"
+    serve = "hostname > /srv/index.html; httpd -p {0} -h /srv; exec httpd -f -v -p {1} -h /srv"
     return {
         "name": "app",
         "image": BUSYBOX,

@@ -1,6 +1,6 @@
 """Kubernetes' programs, built once from Go modules into a cache outside the checkout.
 
-    ~/.cache/istio-cni-e2e/<digest>/kubelet, kube-apiserver, …
+    ~/.cache/istio-cni-e2e/kubernetes-<version>-<digest>/kubelet, kube-apiserver, …
 
 The digest covers versions, checksums and flags, so a cache never serves other programs than these.
 The first build takes five to ten minutes on two cores, and 4 GB of Go's own caches.
@@ -8,19 +8,18 @@ The first build takes five to ten minutes on two cores, and 4 GB of Go's own cac
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from .needs import ClusterFailed
+from .locks import locked, say
+from .needs import MODULE, ClusterFailed
 
-MODULE = Path(__file__).resolve().parent.parent / "kubernetes"
 COMMANDS = (
     "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy",
     "kubectl",
@@ -30,11 +29,9 @@ TELL_EVERY_S = 30.0
 
 
 def cache_dir() -> Path:
-    """Return the directory of what is kept between runs; it exists."""
+    """Return the directory of what is kept between runs; it may have to be made."""
     parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(parent, "istio-cni-e2e")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    return Path(parent, "istio-cni-e2e")
 
 
 def go_version() -> str:
@@ -60,8 +57,7 @@ def binaries(cache: Path) -> Path:
     for name in ("go.mod", "go.sum"):
         digest.update((MODULE / name).read_bytes())
     directory = cache / f"kubernetes-{kubernetes_version()}-{digest.hexdigest()[:12]}"
-    with (cache / "build.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second run waits for the first one's programs
+    with locked(cache / "build.lock"):  # a second run waits for the first one's programs
         if not directory.exists():
             _build(cache, directory)
     return directory
@@ -79,11 +75,14 @@ def _arguments() -> list[str]:
 
 
 def _build(cache: Path, directory: Path) -> None:
+    for killed in cache.glob("building-*"):
+        shutil.rmtree(killed)
     with tempfile.TemporaryDirectory(dir=cache, prefix="building-") as work:
         output = Path(work, "bin")
         output.mkdir()
-        argv = ["go", "build", "-o", f"{output}/", *_arguments()]
-        env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+        argv = ["setpriv", "--pdeathsig", "KILL", "go", "build", "-o", f"{output}/", *_arguments()]
+        # not empty, or what `go env -w` has stored would hold
+        env = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false", "GOWORK": "off"}
         started = time.monotonic()
         log = Path(work, "log")
         with log.open("w") as stream:
@@ -96,12 +95,12 @@ def _build(cache: Path, directory: Path) -> None:
         if go.returncode != 0:
             raise ClusterFailed(f"Kubernetes could not be built:\n{log.read_text()[-4000:]}")
         output.rename(directory)
-    _say(f"built in {time.monotonic() - started:.0f} s")
+    say(f"Kubernetes {kubernetes_version()} is built, in {_minutes(started)}")
 
 
 def _wait(go: subprocess.Popen[bytes], started: float) -> None:
     """Wait for Go, and say now and then that it is at work."""
-    _say("building the programs; the first time this takes some minutes")
+    say(f"Kubernetes {kubernetes_version()} is being built, which takes 5 to 10 minutes, once")
     while True:
         try:
             go.wait(TELL_EVERY_S)
@@ -109,12 +108,10 @@ def _wait(go: subprocess.Popen[bytes], started: float) -> None:
             spent_s = time.monotonic() - started
             if spent_s > TIMEOUT_S:
                 raise ClusterFailed(f"Go is still building after {spent_s:.0f} s") from None
-            _say(f"still building, {spent_s:.0f} s")
+            say(f"still building, for {_minutes(started)}")
         else:
             return
 
 
-def _say(what: str) -> None:
-    print(
-        f"kubernetes {kubernetes_version()}: {what}", file=sys.__stderr__, flush=True
-    )  # for who waits
+def _minutes(started: float) -> str:
+    return f"{(time.monotonic() - started) / 60:.1f} min"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import signal
 import tempfile
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import Self
 
 from . import build, components, configs, needs, pki
-from .addresses import NODE_NAME
+from .addresses import API_URL, NODE_ADDRESSES, NODE_NAME
 from .image import Image
+from .locks import locked
 from .needs import ClusterFailed
 from .node import Node
 
@@ -25,6 +25,9 @@ WAIT_S = 60.0
 
 class Cluster:
     """A node that is Ready, and kubectl for it. Waits raise ClusterFailed when time is over."""
+
+    node_addresses = NODE_ADDRESSES
+    api_url = API_URL
 
     def __init__(self, node: Node, programs: Path) -> None:
         self.node = node
@@ -48,13 +51,13 @@ class Cluster:
 
         Only one at a time runs on a machine: its kernel's connection tracking is shared.
         """
-        parent = Path(tempfile.gettempdir())
-        needs.check(parent, build.go_version())
         cache = build.cache_dir()
+        parent = needs.check([Path(tempfile.gettempdir()), cache], build.go_version())
+        cache.mkdir(parents=True, exist_ok=True)
         programs = build.binaries(cache)
-        with (cache / "run.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(cache / "run.lock"):
             started = time.monotonic()
+            parent.mkdir(parents=True, exist_ok=True)
             node = Node(parent)
             try:
                 cluster = cls(node, programs)
@@ -167,6 +170,11 @@ class Cluster:
         document: JSON = json.loads(self.kubectl("-n", namespace, "get", kind, name, "-ojson"))
         return document
 
+    def exists(self, kind: str, name: str, namespace: str = "default") -> bool:
+        """Tell whether there is such an object."""
+        argv = ("-n", namespace, "get", kind, name, "--ignore-not-found", "-oname")
+        return self.kubectl(*argv).strip() != ""
+
     def wait_ready(self, *pods: str, namespace: str = "default", timeout_s: float = WAIT_S) -> None:
         """Wait until pods are Ready; the error has their events."""
         argv = ["-n", namespace, "wait", "--for=condition=Ready", f"--timeout={timeout_s:.0f}s"]
@@ -183,10 +191,13 @@ class Cluster:
         path = "-ojsonpath={range .items[*]}{.message}{'\\n'}{end}"
         return self.kubectl("-n", namespace, "get", "events", selector, path).splitlines()
 
-    def delete(self, kind: str, *names: str, namespace: str = "default") -> None:
-        """Delete objects and wait until they are gone, network and all."""
+    def delete(
+        self, kind: str, *names: str, namespace: str = "default", wait: bool = False
+    ) -> None:
+        """Delete objects; `wait` until they are gone, network and all."""
         grace = ["--grace-period=1"] if kind == "pod" else []
-        self.kubectl("-n", namespace, "delete", kind, *names, "--ignore-not-found", *grace)
+        argv = ["-n", namespace, "delete", kind, *names, "--ignore-not-found", *grace]
+        self.kubectl(*argv, f"--wait={str(wait).lower()}")
 
     def exec(
         self, pod: str, *argv: str, container: str = "client", namespace: str = "default"
@@ -197,6 +208,26 @@ class Cluster:
     def logs(self, pod: str, container: str, namespace: str = "default") -> str:
         """Return what a container has printed."""
         return self.kubectl("-n", namespace, "logs", pod, "-c", container)
+
+    def netns(self, pod: str, namespace: str = "default") -> str:
+        """Return the name of a pod's network namespace on the node."""
+        wanted = self.addresses(pod, namespace)[0]
+        for path in self.node.path("/run/netns").iterdir():
+            if f" {wanted}/" in self.node.run("ip", "-n", path.name, "-o", "addr").stdout:
+                return path.name
+        raise ClusterFailed(f"no network namespace has the address {wanted} of {pod}")
+
+    def rules(self, pod: str, namespace: str = "default") -> dict[str, str]:
+        """Return the rules in a pod's network namespace, by iptables variant."""
+        enter = ("ip", "netns", "exec", self.netns(pod, namespace))
+        return {
+            variant: self.node.succeed(*enter, f"iptables-{variant}-save")
+            for variant in ("nft", "legacy")
+        }
+
+    def is_captured(self, pod: str, namespace: str = "default") -> bool:
+        """Tell whether there are rules of the mesh in a pod's network namespace."""
+        return any("ISTIO_" in text for text in self.rules(pod, namespace).values())
 
     def addresses(self, pod: str, namespace: str = "default") -> list[str]:
         """Return a pod's addresses, IPv4 first."""

@@ -78,6 +78,7 @@ def kubelet(state: Path, cgroup: str) -> str:
             "nodeStatusUpdateFrequency": "4s",
             "staticPodPath": STATIC_PODS,
             "fileCheckFrequency": "1s",
+            "syncFrequency": "5s",
             "evictionHard": dict.fromkeys(eviction, "0%"),
         }
     )

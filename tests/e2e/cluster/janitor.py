@@ -9,7 +9,6 @@ then ends the namespaces and removes the cgroups and the state. The normal way o
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import shutil
 import signal
@@ -24,12 +23,12 @@ PATIENCE_S = 20.0
 def main(cgroup: str, state: str) -> int:
     """Wait for the end of the tests, then leave nothing of the node."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, whose end is ours
-    line = sys.stdin.readline().strip()
-    if line:
-        process = os.pidfd_open(int(line))  # held from now on, so never another process's
-        sys.stdin.read()
-        with contextlib.suppress(ProcessLookupError):
+    if line := sys.stdin.readline().strip():
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            process = os.pidfd_open(int(line))  # held from now on, so never another process's
+            sys.stdin.read()
             signal.pidfd_send_signal(process, signal.SIGKILL)
+    sys.stdin.read()
     deadline = time.monotonic() + PATIENCE_S
     while not (remove_cgroups(cgroup) and _remove_state(Path(state))):
         if time.monotonic() > deadline:
@@ -39,9 +38,18 @@ def main(cgroup: str, state: str) -> int:
     return 0
 
 
-def cgroup_directories(cgroup: str) -> list[str]:
-    """Return where a cgroup is in the machine's hierarchies."""
-    return glob.glob(f"/sys/fs/cgroup/*/{cgroup}")
+def hierarchies() -> list[Path]:
+    """Return the roots of the machine's cgroups: one, or in version 1 several."""
+    root = Path("/sys/fs/cgroup")
+    if (root / "cgroup.controllers").exists():
+        return [root]
+    return [path for path in root.iterdir() if path.is_dir() and path.name != "unified"]
+
+
+def cgroup_directories(cgroup: str) -> list[Path]:
+    """Return where a cgroup is now, also where the runtime made it: in version 2 beside 1."""
+    root = Path("/sys/fs/cgroup")
+    return [path for path in (root / cgroup, *root.glob(f"*/{cgroup}")) if path.exists()]
 
 
 def remove_cgroups(cgroup: str) -> bool:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from .configs import COVERED
@@ -14,19 +15,22 @@ PROGRAMS = (
     "etcd", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "openssl", "ip", "nft",
     "iptables", "iptables-nft", "iptables-legacy", "unshare", "nsenter", "setpriv", "mount",
 )  # fmt: skip
+MODULE = Path(__file__).resolve().parent.parent / "kubernetes"
 PLUGINS = Path("/usr/lib/cni")
 BUSYBOX = Path("/bin/busybox")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-LAYERED = ("overlay", "tmpfs", "ramfs")
-"""File systems on which the node's overlays cannot stand."""
+LAYERED = ("overlayfs", "tmpfs", "ramfs")  # no overlay stands on the first, and the rest is memory
 
 
 class ClusterFailed(Exception):
     """The node could not be made or did something unexpected; the message is for a person."""
 
 
-def check(state_parent: Path, go_version: str) -> None:
-    """Raise ClusterFailed that names everything this machine lacks, at once."""
+def check(places: Sequence[Path], go_version: str) -> Path:
+    """Return the first place fit for the node's state.
+
+    Raises ClusterFailed that names everything this machine lacks, at once.
+    """
     lacking = []
     if os.geteuid() != 0:
         lacking.append("root, for namespaces")
@@ -36,13 +40,24 @@ def check(state_parent: Path, go_version: str) -> None:
     if not _is_static(BUSYBOX):
         lacking.append(f"a static {BUSYBOX}")
     lacking += _lacking_go(go_version)
-    kind = file_system(state_parent)
-    if kind in LAYERED:
-        lacking.append(f"a disk for the node's state: {state_parent} is {kind}; TMPDIR chooses")
-    if state_parent.resolve().parts[1] in (*COVERED, "run"):
-        lacking.append(f"a place for its state that it does not cover: not {state_parent} (TMPDIR)")
+    against = {place: _against(place.resolve()) for place in places}
+    fit = [place for place in places if not against[place]]
+    if not fit:
+        reasons = ", ".join(f"{place} is {reason}" for place, reason in against.items())
+        lacking.append(f"a place for the node's state ({reasons}; TMPDIR sets another)")
     if lacking:
         raise ClusterFailed("a Kubernetes node needs what is not here: " + "; ".join(lacking))
+    return fit[0]
+
+
+def _against(place: Path) -> str:
+    """Tell why the node's state cannot be in a place, "" if it can."""
+    if place.parts[1:2] and place.parts[1] in (*COVERED, "run"):
+        return f"in /{place.parts[1]}, which the node covers"
+    there = next(path for path in (place, *place.parents) if os.path.exists(path))
+    command = ["stat", "-f", "-c", "%T", str(there)]
+    kind = subprocess.check_output(command, text=True, timeout=20).strip()
+    return f"on {kind}" if kind in LAYERED else ""
 
 
 def _is_static(program: Path) -> bool:
@@ -56,14 +71,14 @@ def _lacking_go(wanted: str) -> list[str]:
     go = shutil.which("go")
     if go is None:
         return [f"Go {wanted} or newer, which builds Kubernetes"]
-    said = subprocess.check_output([go, "env", "GOVERSION"], text=True, cwd="/", timeout=60)
-    found = re.findall(r"\d+", said)[:2]
-    if [int(part) for part in found] < [int(part) for part in wanted.split(".")[:2]]:
-        return [f"Go {wanted} or newer; {said.strip()} is here"]
+    # beside go.mod, where Go may switch to a newer one of itself, as GOTOOLCHAIN says
+    command = [go, "env", "GOVERSION"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=MODULE, timeout=300)
+    here = said.stdout.strip() or said.stderr.strip()
+    if said.returncode != 0 or _version(here) < _version(wanted):
+        return [f"Go {wanted} or newer; here is {here}"]
     return []
 
 
-def file_system(path: Path) -> str:
-    """Return the type of the file system that a directory is on."""
-    command = ["stat", "-f", "-c", "%T", str(path)]
-    return subprocess.check_output(command, text=True, timeout=20).strip()
+def _version(text: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", text)[:2]]

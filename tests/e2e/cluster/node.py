@@ -15,8 +15,9 @@ from pathlib import Path
 from . import configs, janitor
 from .needs import PATH, ClusterFailed
 
-PREFIX = "istio-cni-e2e-"
+PREFIX = f"istio-cni-e2e-{os.getpid()}-"  # what is left of a run can be told from another's
 START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 3.0
 PROGRAM_TIMEOUT_S = 60.0
 POLL_S = 0.05
 
@@ -48,11 +49,9 @@ class Node:
 
     def _make_cgroups(self) -> None:
         """Make the cgroup that all pods are in; a new cpuset starts empty and must be filled."""
-        for hierarchy in Path("/sys/fs/cgroup").iterdir():
-            if hierarchy.name == "unified" or not hierarchy.is_dir():
-                continue
+        for hierarchy in janitor.hierarchies():
             directory = hierarchy / self.cgroup
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             for name in ("cpuset.cpus", "cpuset.mems"):
                 if (directory / name).exists():
                     (directory / name).write_text((hierarchy / name).read_text())
@@ -86,21 +85,26 @@ class Node:
         return Path(f"/proc/{self.init}/root{inside}")
 
     def command(self, *argv: str) -> list[str]:
-        """Return the command line that runs a program inside."""
-        return ["nsenter", "-t", str(self.init), "-m", "-n", "-p", "-u", "-i", "--", *argv]
+        """Return the command line that runs a program inside; it ends when `nsenter` does."""
+        return ["nsenter", "-t", str(self.init), "-m", "-n", "-p", "-u", "-i", "--",
+                "setpriv", "--pdeathsig", "KILL", *argv]  # fmt: skip
 
     def run(
         self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program inside until it ends."""
-        return subprocess.run(
-            self.command(*argv),
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=self._environment(),
-        )
+        """Run a program inside until it ends; raises ClusterFailed if that takes too long."""
+        try:
+            return subprocess.run(
+                self.command(*argv),
+                input=stdin,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                env=self._environment(),
+            )
+        except subprocess.TimeoutExpired:
+            raise ClusterFailed(f"{' '.join(argv)} was at it for {timeout_s:g} s") from None
 
     def succeed(self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S) -> str:
         """Run a program inside and return what it prints; raises ClusterFailed if it fails."""
@@ -125,12 +129,24 @@ class Node:
         return {"PATH": PATH, "HOME": "/root", "KUBECACHEDIR": str(self.state / "kubecache")}
 
     def stop(self, name: str, number: int = signal.SIGTERM) -> None:
-        """End a component by a signal; `nsenter` passes none on, so its child gets it."""
-        outer = self._components.pop(name)
+        """End a component by a signal; `nsenter` passes none on, so its child gets it.
+
+        The API server would wait for a minute for those who watch, so patience ends before.
+        """
+        outer = self._components[name]
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         for child in children:
             os.kill(int(child), number)
-        outer.wait(START_TIMEOUT_S)
+        try:
+            outer.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            outer.kill()  # and so its child, by its own wish
+            outer.wait(START_TIMEOUT_S)
+        del self._components[name]
+
+    def runs(self, name: str) -> bool:
+        """Tell whether a component was started, and not ended, by us."""
+        return name in self._components
 
     def ended(self) -> str:
         """Return the name of a component that ended by itself, "" if all run."""

@@ -1,0 +1,66 @@
+"""Load, restarts and roll-backs: what happens to pods when the things around them come and go."""
+
+from __future__ import annotations
+
+import re
+
+from e2e.cluster import Cluster
+from e2e.install import Mesh
+from e2e.mesh import APP_PORT, host_port, mesh_pod, plain_pod
+from e2e.traffic import V4, captures, get
+
+AT_ONCE = 30
+
+
+def test_thirty_pods_at_once(cluster: Cluster, mesh: Mesh) -> None:
+    """All start, all are captured, and each has its rules once."""
+    names = [f"many-{number}" for number in range(AT_ONCE)]
+    cluster.apply(*(mesh_pod(name) for name in names))
+    cluster.wait_ready(*names, timeout_s=120)
+    for name in names:
+        text = "".join(cluster.rules(name).values())
+        assert len(re.findall("^-A OUTPUT -j ISTIO_OUTPUT$", text, re.MULTILINE)) == 1, name
+    cluster.delete("pod", *names, wait=True)
+    netns = cluster.node.path("/run/netns")
+    assert not [path for path in cluster.node.path("/run/istio-cni/attachments").iterdir()
+                if path.name.startswith(".")]  # fmt: skip
+    records = len(list(cluster.node.path("/run/istio-cni/attachments").iterdir()))
+    assert records <= len(list(netns.iterdir()))
+
+
+def test_pods_outlive_a_killed_runtime(cluster: Cluster, mesh: Mesh) -> None:
+    """They stay captured while containerd is away, and the next pod is captured, too."""
+    cluster.apply(mesh_pod("before"), plain_pod("peer"))
+    cluster.wait_ready("before", "peer")
+    cluster.kill("containerd")
+    assert cluster.is_captured("before")
+    cluster.start("containerd")
+    cluster.apply(mesh_pod("after"))
+    cluster.wait_ready("after")
+    there = cluster.addresses("peer")[V4]
+    for name in ("before", "after"):
+        assert get(cluster, name, there, APP_PORT) == "peer"
+        assert captures(cluster, name, "outbound", host_port(there, APP_PORT))
+    cluster.delete("pod", "before", "after", "peer", wait=True)
+
+
+def test_without_the_daemonset_pods_start_uncaptured(cluster: Cluster, mesh: Mesh) -> None:
+    """Running pods stay captured; the next one is not, and says nothing; with it back, all is."""
+    cluster.apply(mesh_pod("running"))
+    cluster.wait_ready("running")
+    mesh.delete()
+    assert mesh.chain() == ["bridge", "portmap"]
+    left = cluster.node.succeed("ls", "-A", "/opt/cni/bin", "/run/istio-cni").split()
+    assert not [name for name in left if name.startswith(("istio-cni.d", "istio-cni-kube"))]
+    assert "istio-cni" not in left
+    cluster.apply(mesh_pod("uncaptured"))
+    cluster.wait_ready("uncaptured")
+    assert cluster.is_captured("running")
+    assert not cluster.is_captured("uncaptured")
+    assert not [event for event in cluster.events("uncaptured") if "istio" in event]
+    cluster.delete("pod", "running", wait=True)  # made with the plugin, deleted without
+    mesh.install()
+    cluster.apply(mesh_pod("captured"))
+    cluster.wait_ready("captured")
+    assert cluster.is_captured("captured")
+    cluster.delete("pod", "uncaptured", "captured", wait=True)  # made without, deleted with
