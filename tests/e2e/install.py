@@ -23,8 +23,12 @@ class Mesh:
 
     def install(self) -> None:
         """Apply the manifest and wait until every node has the plugin."""
-        self._cluster.kubectl("apply", "-f", "-", stdin=MANIFEST.read_text())
+        self._cluster.kubectl("apply", "-f", str(MANIFEST))
         self.wait_ready()
+
+    def uninstall(self) -> None:
+        """Delete everything that is in the manifest, and wait until it is gone."""
+        self._cluster.kubectl("delete", "-f", str(MANIFEST), timeout_s=90)
 
     def wait_ready(self) -> None:
         """Wait until the DaemonSet's present state is everywhere."""

@@ -64,3 +64,13 @@ def test_without_the_daemonset_pods_start_uncaptured(cluster: Cluster, mesh: Mes
     cluster.wait_ready("captured")
     assert cluster.is_captured("captured")
     cluster.delete("pod", "uncaptured", "captured", wait=True)  # made without, deleted with
+
+
+def test_deleting_the_manifest_takes_everything_away(cluster: Cluster, mesh: Mesh) -> None:
+    """As the README says it; accounts, rights and namespace included, and it can come back."""
+    mesh.uninstall()
+    assert mesh.chain() == ["bridge", "portmap"]
+    assert cluster.node.succeed("ls", "-A", "/opt/cni/bin").count("istio") == 0
+    for kind in ("clusterrole", "clusterrolebinding", "namespace"):
+        assert "istio" not in cluster.kubectl("get", kind, "-oname")
+    mesh.install()
