@@ -12,6 +12,7 @@ from istio_cni.constants import LOG_FILE, VERSION
 MANIFEST = Path(__file__).resolve().parents[2] / "deploy" / "daemonset.yaml"
 INSTALLER = f"istio-cni/install-cni:{VERSION}"
 NAMESPACE = "istio-system"
+LABEL = "k8s-app=istio-cni-node"
 DAEMONSET = "daemonset/istio-cni-node"
 
 
@@ -27,8 +28,9 @@ class Mesh:
         self.wait_ready()
 
     def uninstall(self) -> None:
-        """Delete everything that is in the manifest, and wait until it is gone."""
-        self._cluster.kubectl("delete", "-f", str(MANIFEST), timeout_s=90)
+        """Delete what is in the manifest, all but the namespace, and wait until it is gone."""
+        self._cluster.kubectl("delete", "-f", str(MANIFEST), f"-l{LABEL}", timeout_s=90)
+        self._cluster.wait(lambda: not self.pods(), what="the DaemonSet's pods are gone")
 
     def wait_ready(self) -> None:
         """Wait until the DaemonSet's present state is everywhere."""
@@ -52,7 +54,7 @@ class Mesh:
 
     def pods(self) -> list[str]:
         """Return the names of the DaemonSet's pods."""
-        names = self.kubectl("get", "pods", "-lk8s-app=istio-cni-node", "-oname").split()
+        names = self.kubectl("get", "pods", f"-l{LABEL}", "-oname").split()
         return [name.removeprefix("pod/") for name in names]
 
     def log(self) -> str:

@@ -1,6 +1,7 @@
 """What a node could leave on the machine, seen from outside: compared before and after a run.
 
-Other tests may run beside; what they make for a moment is gone by the second look.
+Other tests may run beside; what they make for a moment is gone by the second look, and their
+network namespaces have names of their own.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ DIRECTORIES = (
     "/var/lib/containerd", "/var/lib/kubelet", "/var/log/containers", "/var/log/pods",
 )  # fmt: skip
 RULES = (("nft", "-s", "list", "ruleset"), ("iptables-legacy-save",), ("ip6tables-legacy-save",))
+OTHER_TESTS = "/run/netns/istio-"
 PATIENCE_S = 10.0
 
 
 def machine() -> Seen:
     """Look at all that is the machine's own: mounts, links, rules, kernel settings, files."""
     return {
-        "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
+        "mounts": {line for line in _lines("/proc/self/mounts") if OTHER_TESTS not in line},
         "links": set(re.findall(r"^\d+: ([^:@]+)", _said("ip", "-o", "link"), re.MULTILINE)),
         "addresses": set(re.findall(r"inet6? \S+", _said("ip", "addr"))),
         "rules": {rule for command in RULES for rule in _rules(_said(*command))},
         "settings": {f"{name} = {_setting(name)}" for name in configs.SYSCTLS},
-        "files": {str(path) for name in DIRECTORIES for path in _listed(Path(name))},
+        "files": {path for name in DIRECTORIES for path in _listed(name)},
     }
 
 
@@ -78,11 +80,16 @@ def _setting(name: str) -> str:
     return path.read_text().strip() if path.exists() else ""
 
 
-def _listed(directory: Path) -> list[Path]:
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def _listed(directory: str) -> list[str]:
     try:
-        return [directory, *directory.iterdir()]
+        paths = [directory, *(f"{directory}/{name}" for name in os.listdir(directory))]
     except (FileNotFoundError, PermissionError):
         return []
+    return [path for path in paths if OTHER_TESTS not in path]
 
 
 def _processes() -> list[str]:

@@ -146,7 +146,9 @@ def test_the_kubelet_restarts_what_fails_its_probe(cluster: Cluster, pods: tuple
 def test_static_pods_come_and_go_with_their_manifest(cluster: Cluster) -> None:
     """The kubelet watches its directory."""
     manifest = cluster.node.path(f"{STATIC_PODS}/still.yaml")
-    manifest.write_text(f"# a manifest\n{json.dumps(plain_pod('still'))}\n")
+    aside = manifest.with_name(".still")  # which the kubelet does not read half written
+    aside.write_text(f"# a manifest\n{json.dumps(plain_pod('still'))}\n")
+    aside.rename(manifest)
     mirror = f"still-{NODE_NAME}"
     cluster.wait(lambda: cluster.exists("pod", mirror), what=f"{mirror} is there")
     cluster.wait_ready(mirror)
@@ -168,6 +170,8 @@ def test_pods_serve_without_an_api_server(cluster: Cluster, pods: tuple[str, str
         assert cluster.node.succeed("busybox", "wget", "-qO-", url).strip() == one
     finally:
         cluster.start("apiserver")
+        cluster.stop("kubelet")
+        cluster.start("kubelet")
     assert identity(cluster, one) == then
     assert get(cluster, two, then[1], APP_PORT) == one
 

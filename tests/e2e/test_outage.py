@@ -38,10 +38,15 @@ def manifest(cluster: Cluster, name: str) -> str:
 
 @pytest.fixture
 def restored(cluster: Cluster) -> Iterator[None]:
-    """See that the API server is back afterwards, whatever the story made of it."""
+    """See that the API server is back afterwards, whatever the story made of it.
+
+    The kubelet starts anew, too: after outages it looks for new pods only once in a minute.
+    """
     yield
     if not cluster.node.runs("apiserver"):
         cluster.start("apiserver")
+    cluster.stop("kubelet")
+    cluster.start("kubelet")
 
 
 def test_pods_outside_the_mesh_start_and_the_others_wait(

@@ -21,6 +21,8 @@ from .node import Node
 JSON = dict[str, object]
 BUSYBOX_IMAGE = "e2e/busybox:1"
 WAIT_S = 60.0
+KUBELET_HEALTH = ("busybox", "wget", "-qO-", "http://127.0.0.1:10248/healthz")
+FOLLOWERS = ("controller-manager", "scheduler", "kube-proxy")
 
 
 class Cluster:
@@ -111,6 +113,20 @@ class Cluster:
         self.node.start(name, self._commands[name])
         if wait:
             self.wait_for(name)
+        if name == "apiserver":
+            self._restart_followers()
+
+    def _restart_followers(self) -> None:
+        """Restart those who would look for a new API server only after a minute.
+
+        Their pause grows with each failed attempt. Elsewhere they end by themselves when they
+        cannot renew their leases; here they have none. The kubelet has such a pause, too, but what
+        it does by itself is for stories to see; those who do not care restart it.
+        """
+        for name in FOLLOWERS:
+            if self.node.runs(name):
+                self.kill(name)
+                self.start(name)
 
     def stop(self, name: str) -> None:
         """End a component in order."""
@@ -125,6 +141,7 @@ class Cluster:
         serves = {
             "apiserver": lambda: self._try_kubectl("get", "--raw", "/readyz") == "ok",
             "containerd": lambda: self.node.run("ctr", "version").returncode == 0,
+            "kubelet": lambda: self.node.run(*KUBELET_HEALTH).returncode == 0,
         }.get(name, lambda: True)
         self.wait(serves, what=f"{name} serves", of=name)
 
