@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Take Ctrl-C as programs do that a person starts, also where a shell has us in the background.
+
+    There it is ignored, and every program that tests start would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
