@@ -28,6 +28,7 @@ from istio_cni.rules.model import Family, Rule, Ruleset, Table
 from istio_cni.rules.sidecar import generate
 from istio_cni.rules.state import State, wanted
 from namespaces import call_inside, call_inside_as, ip
+from netns.programming import wait_until
 
 pytestmark = pytest.mark.netns
 
@@ -53,9 +54,18 @@ def pod(new_netns: Callable[[], str]) -> Callable[[Sequence[str]], str]:
         path = new_netns()
         for address in addresses:
             ip("-n", os.path.basename(path), "addr", "add", address, "dev", "lo", "nodad")
+        for address in (address for address in addresses if ":" in address):
+            wait_until(lambda own=address: has_route(path, own), "the kernel's own route")
         return path
 
     return make
+
+
+def has_route(netns: str, address: str) -> bool:
+    """Tell whether an IPv6 address is in use, which the kernel sees to a moment after it is set."""
+    routes = ("-6", "route", "show", "table", "local")
+    command = ["ip", "-n", os.path.basename(netns), *routes]
+    return f"local {address} " in subprocess.check_output(command, text=True, timeout=20)
 
 
 def output_of(*argv: str) -> str:

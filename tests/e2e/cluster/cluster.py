@@ -141,9 +141,18 @@ class Cluster:
         serves = {
             "apiserver": lambda: self._try_kubectl("get", "--raw", "/readyz") == "ok",
             "containerd": lambda: self.node.run("ctr", "version").returncode == 0,
-            "kubelet": lambda: self.node.run(*KUBELET_HEALTH).returncode == 0,
+            "kubelet": self._kubelet_serves,
         }.get(name, lambda: True)
         self.wait(serves, what=f"{name} serves", of=name)
+
+    def _kubelet_serves(self) -> bool:
+        """Whether the kubelet is up and, where it can be told, knows all pods of its node."""
+        if not self.node.runs("apiserver"):
+            return self.node.run(*KUBELET_HEALTH).returncode == 0
+        here = f"--field-selector=spec.nodeName={NODE_NAME}"
+        names = self._try_kubectl("get", "pods", "-A", here, "-ojsonpath={.items[*].metadata.name}")
+        known = self._try_kubectl("get", "--raw", f"/api/v1/nodes/{NODE_NAME}/proxy/pods")
+        return known != "" and all(f'"name":"{name}"' in known for name in names.split())
 
     def wait(
         self, is_so: Callable[[], object], *, what: str, timeout_s: float = WAIT_S, of: str = ""
