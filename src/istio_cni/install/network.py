@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from istio_cni import constants
 from istio_cni.cni import conflist
 from istio_cni.edge import files
 from istio_cni.errors import DecodingFailure, IOFailure, TryAgainLater, quoted
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("cni-agent")
 NEW_MODE = 0o600  # of a file whose former mode is not to be had
+CONFIG_MAX_BYTES = 4 * 1024 * 1024  # containerd takes 2 MiB
 FIGHT = 5  # rewrites in a row
 FIGHT_WINDOW_S = 5.0  # from one to the next
 
@@ -46,12 +48,13 @@ class Network:
         Raises TryAgainLater while there is no configuration to chain into, DecodingFailure when the
         operator's choice is none, IOFailure.
         """
-        texts = self._read()
+        texts, unread = self._read()
         name = conflist.choose(texts, self._name)
         if not name:
             wanted = f"file {quoted(self._name)}" if self._name else "valid configuration"
+            aside = f" (passed over: {'; '.join(unread)})" if unread else ""
             raise TryAgainLater(
-                f"no {wanted} in {quoted(self._directory)} yet; the cluster's CNI writes one"
+                f"no {wanted} in {quoted(self._directory)} yet{aside}; the cluster's CNI writes one"
             )
         wanted_list = conflist.chained(conflist.read(name, texts[name]), self._entry)
         if name.endswith(conflist.SINGLE):
@@ -66,22 +69,29 @@ class Network:
         for other in sorted(texts.keys() - {name, target}):
             yield from self._unchain(other, texts[other])
 
-    def _read(self) -> dict[str, bytes]:
+    def _read(self) -> tuple[dict[str, bytes], list[str]]:
         """Read the files that a runtime would, and the one that the operator named.
 
-        One that cannot be read is as good as none: runtimes go on to the next.
+        One that cannot be read is as good as none: runtimes go on to the next. Why it cannot comes
+        second.
         """
         wished = (self._name, conflist.twin(self._name))
-        texts = {}
+        texts, unread = {}, []
         for name in files.list_names(self._directory):
             if conflist.is_config_name(name) or name in wished:
                 try:
-                    text = files.read_whole(self._path(name), follow=True)
-                except IOFailure:  # a directory, most likely
+                    text = files.read_whole(
+                        self._path(name), limit=CONFIG_MAX_BYTES + 1, follow=True
+                    )
+                except IOFailure as error:
+                    if not isinstance(error.__cause__, IsADirectoryError):
+                        unread.append(error.msg)
                     continue
-                if text is not None:
+                if text is not None and len(text) > CONFIG_MAX_BYTES:
+                    unread.append(f"{self._shown(name)} is larger than any configuration")
+                elif text is not None:
                     texts[name] = text
-        return texts
+        return texts, unread
 
     def _convert(self, single: str, target: str, wanted: JSON, present: bytes) -> Iterator[str]:
         """Write the list, then remove the single configuration: a runtime finds one at any time."""
@@ -95,11 +105,16 @@ class Network:
         yield f"{self._shown(target)} has our entry, made of {quoted(single)}"
         self._watch_for_fights(single)
 
-    def _unchain(self, name: str, text: bytes) -> Iterator[str]:
-        """Take our entries out of a file that is not, or no more, the one to chain into."""
+    def _unchain(self, name: str, text: bytes, *, ending: bool = False) -> Iterator[str]:
+        """Take our entries out of a file that is not, or no more, the one to chain into.
+
+        At the end, one that nobody can read is trouble: runtimes may read more than we do.
+        """
         try:
             document = conflist.read(name, text)
-        except DecodingFailure:
+        except DecodingFailure as error:
+            if ending and constants.PLUGIN_TYPE.encode() in text:
+                raise IOFailure(f"{error.msg}, and may have our entry") from error
             return  # nothing that a runtime would use
         if name.endswith(conflist.SINGLE) or not conflist.has_own_entry(document):
             return
@@ -136,12 +151,12 @@ class Network:
     def remove(self) -> Iterator[str]:
         """Take our entries out of all files and yield what was done.
 
-        Raises IOFailure at the end if that failed somewhere.
+        Raises IOFailure at the end if that failed somewhere, or a file may still have one.
         """
-        problems = []
-        for name, text in self._read().items():
+        texts, problems = self._read()
+        for name, text in texts.items():
             try:
-                yield from self._unchain(name, text)
+                yield from self._unchain(name, text, ending=True)
             except IOFailure as error:
                 problems.append(error.msg)
         if problems:

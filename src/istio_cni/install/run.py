@@ -15,6 +15,7 @@ from istio_cni.errors import InternalError, IstioCNIError
 
 LOG = logging.getLogger("cni-agent")
 LOOK_EVERY_S = 1.0
+END_LOOKS = 4  # for an entry that somebody puts back
 RELOAD_S = 1.0  # until runtimes have read a directory that has changed
 
 
@@ -45,7 +46,7 @@ class Installer:
         """
         trouble = ""
         for part in self._parts:
-            problem = _told(part.install())
+            problem, _ = _told(part.install())
             trouble = trouble or problem
             if trouble and not self._installed:
                 break
@@ -61,27 +62,42 @@ class Installer:
 
         Where the entry stays, all stays: a runtime that is told to call a program that is gone
         starts no pod at all. `pause` waits some seconds: between the entry's end and the program's.
+        Another agent, or who keeps copies of the file, may put the entry back meanwhile, so it is
+        looked for again before the program goes.
         """
         self.missing = "this node agent is ending"
         entry, *others = reversed(self._parts)
-        if problem := _told(entry.remove()):
-            LOG.error("the entry cannot be taken out, so the plugin stays, too: %s", problem)
+        for look in range(END_LOOKS):
+            problem, told = _told(entry.remove())
+            if problem:
+                LOG.error("the entry cannot be taken out, so the plugin stays, too: %s", problem)
+                return
+            if look and not told:
+                break
+            pause(RELOAD_S)
+        else:
+            LOG.error("the entry is put back each time it is taken out, so the plugin stays, too")
             return
-        pause(RELOAD_S)
         for part in others:
-            if problem := _told(part.remove()):
+            problem, _ = _told(part.remove())
+            if problem:
                 LOG.error("not taken away: %s", problem)
 
 
-def _told(steps: Iterator[str]) -> str:
-    """Take the steps, telling of each; return what stopped them, "" if nothing did."""
+def _told(steps: Iterator[str]) -> tuple[str, int]:
+    """Take the steps, telling of each; return what stopped them, "" if nothing did, and how many.
+
+    A fault of ours stops them, too, and may be gone next time.
+    """
+    told = 0
     try:
         for line in steps:
             LOG.info("%s", line)
+            told += 1
     except IstioCNIError as error:
-        return error.msg
-    except Exception as error:  # a fault of ours, which may be gone next time
+        return error.msg, told
+    except Exception as error:
         fault = InternalError.of(error)
         LOG.debug("%s", fault.msg, exc_info=error)
-        return fault.msg
-    return ""
+        return fault.msg, told
+    return "", told

@@ -146,3 +146,28 @@ def test_missing_credentials_are_named(mint: Mint, account_dir: Path, name: str)
         mint()
     (account_dir / name).write_text(content)
     assert mint().text
+
+
+@pytest.mark.parametrize("own", ["SECRET\n", "SEC\nRET", "SECRET\x7f", "SECRÉT"])
+def test_a_strange_token_of_our_own_is_never_shown(mint: Mint, account_dir: Path, own: str) -> None:
+    """A line end behind it does not matter, but to the server; others make it none."""
+    (account_dir / "token").write_text(own)
+    with pytest.raises((KubeconfigUnusable, TryAgainLater)) as failure:
+        mint()
+    shown = f"{failure.value.msg}{failure.value.details}{failure.value.__cause__}"
+    assert "SEC" not in shown
+
+
+@pytest.mark.parametrize(
+    "status",
+    [[{"token": "SECRET"}], {"token": {"value": "SECRET"}}, {"token": "SECRET"}, "SECRET", None],
+)
+def test_an_answer_of_another_shape_is_never_shown(
+    server: FakeApiServer, mint: Mint, status: object
+) -> None:
+    """It may hold a token all the same."""
+    body = json.dumps({"kind": "TokenRequest", "spec": {"audiences": []}, "status": status})
+    server.always = Reply(201, body=body.encode())
+    with pytest.raises(TryAgainLater) as failure:
+        mint()
+    assert "SECRET" not in f"{failure.value.msg}{failure.value.__cause__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,32 @@ def test_a_fight_over_the_file_is_told_of(
         assert len(said) == warnings
     assert "another component seems to revert it" in said[0]
     assert ("cni.exclusive=false" in said[0]) is ("cilium" in name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b'"name"', b'"note": "caf\xe9", "name"', 1),
+        lambda text: text.replace(b'"plugins"', b'"Plugins"'),
+        lambda text: text[: len(text) - 3],
+        lambda text: text + b" " * 5_000_000,
+    ],
+    ids=["not UTF-8", "other case", "half", "huge"],
+)
+def test_a_file_that_only_runtimes_can_read_is_trouble_at_the_end(
+    tmp_path: Path, change: Callable[[bytes], bytes]
+) -> None:
+    """It may name the plugin, which must then stay."""
+    path = put(tmp_path / "10-pods.conflist", LIST)
+    install(tmp_path)
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(IOFailure, match=r"10-pods\.conflist"):
+        list(Network(str(tmp_path), "", ENTRY).remove())
+
+
+def test_a_large_configuration_is_read_whole(tmp_path: Path) -> None:
+    """Runtimes take 2 MiB."""
+    path = put(tmp_path / "10-pods.conflist", LIST)
+    path.write_bytes(path.read_bytes() + b" " * 1_900_000)
+    install(tmp_path)
+    assert types(path)[-1] == "istio-cni"

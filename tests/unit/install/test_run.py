@@ -18,6 +18,8 @@ class Part:
         self.name = name
         self.done = done
         self.failure: Exception | None = None
+        self.log: list[str] = []
+        self.comes_back = False
 
     def _step(self, verb: str) -> Iterator[str]:
         if self.failure:
@@ -27,11 +29,15 @@ class Part:
 
     def install(self) -> Iterator[str]:
         """Install."""
+        self.log.append(f"+ {self.name}")
         return self._step("+")
 
     def remove(self) -> Iterator[str]:
-        """Remove."""
-        return self._step("-")
+        """Remove what is there."""
+        if self.failure or f"+ {self.name}" in self.log:
+            self.log = [] if not self.comes_back else self.log
+            return self._step("-")
+        return iter(())
 
 
 @pytest.fixture
@@ -118,3 +124,22 @@ def test_where_the_entry_stays_the_plugin_stays(parts: list[Part], done: list[st
     parts[2].failure = IOFailure("read-only")
     installer.remove(lambda seconds: done.append(f"wait {seconds}"))
     assert done == []
+
+
+def test_an_entry_that_comes_back_keeps_the_plugin(parts: list[Part], done: list[str]) -> None:
+    """Once is taken out again; one that always does is somebody else's wish."""
+    installer = Installer(parts)
+    installer.look()
+    done.clear()
+
+    def put_back(_seconds: float) -> None:
+        if done == ["- conflist"]:
+            parts[2].log.append("+ conflist")
+
+    installer.remove(put_back)
+    assert done == ["- conflist", "- conflist", "- kubeconfig", "- bundle"]
+    installer.look()
+    done.clear()
+    parts[2].comes_back = True
+    installer.remove(lambda _seconds: None)
+    assert set(done) == {"- conflist"}

@@ -52,7 +52,9 @@ def mint(credentials_dir: str, env: Mapping[str, str], namespace: str, account: 
         if error.status in (408, 429) or error.status >= 500:
             raise TryAgainLater(problem) from error
         raise KubeconfigUnusable(problem) from error
-    except (HTTPError, OSError, ValueError) as error:  # ValueError: an answer that is none
+    except (ValueError, TypeError, AttributeError):  # their texts quote what they choke on: tokens
+        raise TryAgainLater(f"{wanted} is not to be had: the answer is none") from None
+    except (HTTPError, OSError) as error:
         raise TryAgainLater(f"{wanted} is not to be had: {quoted(str(error))}") from error
     finally:
         client.rest_client.pool_manager.clear()
@@ -60,7 +62,10 @@ def mint(credentials_dir: str, env: Mapping[str, str], namespace: str, account: 
     if status is None or not status.token or status.expiration_timestamp is None:
         raise TryAgainLater(f"{wanted} was answered without one")
     granted_s = answer.spec.expiration_seconds if answer.spec else None
-    return Token(status.token, _life_s(granted_s, status.expiration_timestamp))
+    life_s = _life_s(granted_s, status.expiration_timestamp)
+    if life_s <= 0:
+        raise TryAgainLater(f"{wanted} is not to be had: it would be good for {life_s:.0f} s")
+    return Token(status.token, life_s)
 
 
 def _life_s(granted_s: int | None, end: datetime) -> float:
@@ -69,7 +74,9 @@ def _life_s(granted_s: int | None, end: datetime) -> float:
     Its end in this node's time may be wrong by as much as the clocks differ, so it only shortens
     what was granted, and one in the past does not count.
     """
-    left_s, granted_s = (end - datetime.now(UTC)).total_seconds(), granted_s or LIFE_S
+    end = end if end.tzinfo else end.replace(tzinfo=UTC)
+    left_s = (end - datetime.now(UTC)).total_seconds()
+    granted_s = min(granted_s or LIFE_S, LIFE_S)
     return left_s if 0 < left_s < granted_s else float(granted_s)
 
 
@@ -87,6 +94,12 @@ def _configuration(credentials_dir: str, env: Mapping[str, str]) -> kubernetes.c
             f"this pod's credentials in {quoted(credentials_dir)} cannot be used: "
             f"{quoted(str(error))}"
         ) from error
+    for kind, credential in configuration.api_key.items():
+        if not (credential.strip().isascii() and credential.strip().isprintable()):
+            raise KubeconfigUnusable(
+                f"this pod's token in {quoted(credentials_dir)} is none: not one line of ASCII"
+            )
+        configuration.api_key[kind] = credential.strip()
     configuration.proxy = None  # the environment's is not for traffic inside the cluster
     configuration.retries = False  # we come back by ourselves
     return configuration
