@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from e2e.cluster import build, configs
@@ -45,9 +45,15 @@ def of_node(name: str) -> Seen:
     places = (Path(tempfile.gettempdir()), build.cache_dir())
     return {
         "processes": {text for text in map(_process, _processes()) if name in text},
-        "cgroups": {str(path) for path in Path("/sys/fs/cgroup").rglob(f"{name}*")},
+        "cgroups": set(_cgroups(name)),
         "state": {str(path) for place in places for path in place.glob(f"{name}*")},
     }
+
+
+def _cgroups(name: str) -> Iterator[str]:
+    """Find cgroups whose names begin like this, also while they are being removed."""
+    for parent, names, _ in os.walk("/sys/fs/cgroup"):  # passes over what has just gone
+        yield from (os.path.join(parent, each) for each in names if each.startswith(name))
 
 
 def remaining(look: Callable[[], Seen], before: Seen | None = None) -> Seen:
