@@ -17,6 +17,7 @@ from istio_cni.install import plan
 from istio_cni.install.bundle import Bundle
 from istio_cni.install.credentials import Credentials, Target
 from istio_cni.install.network import Network
+from istio_cni.plugin.netconf import Netconf
 from istio_cni.rules.config import number
 
 TYPE_CHECKING = False
@@ -24,14 +25,6 @@ if TYPE_CHECKING:
     from istio_cni.cni.document import JSON
 
 SERVICE = "KUBERNETES_SERVICE_"
-DEFAULTS = {  # of the plugin's own keys
-    "backend": "auto",
-    "iptables_variant": "",
-    "strict_annotations": False,
-    "outbound_owner_groups": "*",
-    "outbound_owner_groups_exclude": "",
-    "host_ipv4_loopback_cidr": "",
-}
 
 
 def parts(settings: Settings, env: Mapping[str, str]) -> tuple[Bundle, Credentials, Network]:
@@ -116,4 +109,5 @@ def entry_keys(settings: Settings, namespace: str) -> JSON:
         "outbound_owner_groups_exclude": settings.outbound_owner_groups_exclude,
         "host_ipv4_loopback_cidr": settings.host_ipv4_loopback_cidr,
     }
-    return {**reference, **{key: value for key, value in ours.items() if value != DEFAULTS[key]}}
+    defaults = Netconf({})
+    return reference | {key: each for key, each in ours.items() if each != getattr(defaults, key)}

@@ -87,6 +87,29 @@ def _keep_owner(parent: int, name: str, file: int, *, follow: bool) -> None:
     os.fchown(file, before.st_uid, before.st_gid)
 
 
+def replace_link(path: str, target: str) -> None:
+    """Make a link, in place of whatever file or link has its name. Raises IOFailure.
+
+    Whoever follows it gets to the old target or the new one, and never to none.
+    """
+    directory, name = os.path.split(path)
+    try:
+        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            temporary = temporary_name(name)
+            os.symlink(target, temporary, dir_fd=parent)
+            try:
+                os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+            except BaseException:
+                os.unlink(temporary, dir_fd=parent)
+                raise
+            os.fsync(parent)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise IOFailure(f"cannot make the link {quoted(path)}: {error.strerror}") from error
+
+
 def read_whole(path: str, *, limit: int = READ_MAX_BYTES, follow: bool = False) -> bytes | None:
     """Return a file's content, None if there is no such file. Raises IOFailure.
 

@@ -1,8 +1,4 @@
-"""Directories of files that belong together, and links that lead to them. For the installer alone.
-
-Links are replaced by renaming another one over them, so that whoever follows one gets the old
-directory or the new one, and never none.
-"""
+"""Directories of files that belong together, taken as a whole. For the installer alone."""
 
 from __future__ import annotations
 
@@ -103,26 +99,6 @@ def link_target(path: str) -> str:
         return os.readlink(path)
     except OSError:
         return ""
-
-
-def replace_link(path: str, target: str) -> None:
-    """Make a link, in place of whatever file or link has its name. Raises IOFailure."""
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(3).hex()}")
-    try:
-        os.symlink(target, temporary)
-        try:
-            os.rename(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-        parent = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-    except OSError as error:
-        raise _failed("make the link", path, error) from error
 
 
 def remove_tree(path: str) -> bool:

@@ -51,11 +51,11 @@ class Bundle:
         current = os.path.join(self._bundles_dir, constants.CURRENT_BUNDLE)
         former = trees.link_target(current)
         if former != self.name:
-            trees.replace_link(current, self.name)
+            files.replace_link(current, self.name)
             self._pruned = False
             yield f"bundle {self.name} is the current one"
         if trees.link_target(self._entry) != self._entry_target:
-            trees.replace_link(self._entry, self._entry_target)
+            files.replace_link(self._entry, self._entry_target)
             yield f"the plugin is {quoted(self._entry)}"
         if not self._pruned:
             yield from self._prune(former)
@@ -92,7 +92,7 @@ class Bundle:
         if kind == trees.DIRECTORY:
             trees.make_directory(target, mode)
         elif kind == trees.LINK:
-            trees.replace_link(target, where)
+            files.replace_link(target, where)
         else:
             content = files.read_whole(source, limit=FILE_MAX_BYTES)
             if content is None:

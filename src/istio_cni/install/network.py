@@ -56,13 +56,14 @@ class Network:
             raise TryAgainLater(
                 f"no {wanted} in {quoted(self._directory)} yet{aside}; the cluster's CNI writes one"
             )
-        wanted_list = conflist.chained(conflist.read(name, texts[name]), self._entry)
+        document = conflist.read(name, texts[name])
+        wanted_list = conflist.chained(document, self._entry)
         if name.endswith(conflist.SINGLE):
             target = conflist.twin(name)
             yield from self._convert(name, target, wanted_list, texts.get(target, b""))
         else:
             target = name
-            if conflist.read(name, texts[name]) != wanted_list:
+            if document != wanted_list:
                 self._write(name, wanted_list)
                 yield f"{self._shown(name)} has our entry"
                 self._watch_for_fights(name)

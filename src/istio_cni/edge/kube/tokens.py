@@ -94,12 +94,13 @@ def _configuration(credentials_dir: str, env: Mapping[str, str]) -> kubernetes.c
             f"this pod's credentials in {quoted(credentials_dir)} cannot be used: "
             f"{quoted(str(error))}"
         ) from error
-    for kind, credential in configuration.api_key.items():
-        if not (credential.strip().isascii() and credential.strip().isprintable()):
+    for kind, text in configuration.api_key.items():
+        credential = text.strip()
+        if not (credential.isascii() and credential.isprintable()):
             raise KubeconfigUnusable(
                 f"this pod's token in {quoted(credentials_dir)} is none: not one line of ASCII"
             )
-        configuration.api_key[kind] = credential.strip()
+        configuration.api_key[kind] = credential
     configuration.proxy = None  # the environment's is not for traffic inside the cluster
     configuration.retries = False  # we come back by ourselves
     return configuration
