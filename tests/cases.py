@@ -120,6 +120,19 @@ CASES: Mapping[str, Case] = {
         *("-b", "*", "-d", "15090,15021,15020", "--log_output_level=default:info"),
         addresses=(V4,),
     ),
+    "inbound-list-with-everything-left-out": Case(
+        {
+            **DUAL,
+            **ALL_DNS,
+            "INBOUND_PORTS_INCLUDE": "8080,9090",
+            "OUTBOUND_IPRANGES_INCLUDE": "*",
+            "OUTBOUND_IPRANGES_EXCLUDE": "10.96.0.1/32,fd00:10:96::1/128",
+            "EXCLUDE_INTERFACES": "net1",
+            "KUBE_VIRT_INTERFACES": "vmbr0",
+            "OUTBOUND_OWNER_GROUPS_EXCLUDE": "2000",
+            "DROP_INVALID": True,
+        }
+    ),
     # -- inbound --
     "inbound-none": Case({**CNI, "INBOUND_PORTS_INCLUDE": ""}),
     "inbound-list": Case({**CNI, **DUAL, "INBOUND_PORTS_INCLUDE": "8080,9090,8080"}),
@@ -132,6 +145,9 @@ CASES: Mapping[str, Case] = {
     # -- TPROXY --
     "tproxy": Case(TPROXY),
     "tproxy-dual-stack": Case({**TPROXY, **DUAL}),
+    "tproxy-dual-stack-outbound-ranges": Case(
+        {**TPROXY, **DUAL, "OUTBOUND_IPRANGES_INCLUDE": "10.0.0.0/8,fd00::/8"}
+    ),
     "tproxy-inbound-list": Case({**TPROXY, "INBOUND_PORTS_INCLUDE": "8080,9000-9100"}),
     "tproxy-inbound-none": Case({**TPROXY, **DUAL, "INBOUND_PORTS_INCLUDE": ""}),
     "tproxy-own-numbers": Case(

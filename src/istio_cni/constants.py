@@ -37,7 +37,6 @@ PASSTHROUGH_V4 = "127.0.0.6/32"  # source address of Envoy's inbound pass-throug
 PASSTHROUGH_V6 = "::6/128"
 
 CHAIN_PREFIX = "ISTIO_"
-MAX_OWNER_GROUPS = 64  # the reference's limit, both back ends
 MAX_OWNER_GROUPS_IPTABLES = 49  # iptables-restore 1.8.9 refuses a rule with more arguments
 MAX_INTERFACE_NAME = 15  # IFNAMSIZ - 1
 

@@ -20,6 +20,7 @@
     ├── RulesAltered        107   CHECK: the rules are not what ADD made
     ├── CaptureNotWorking         validation mode: exit status 126
     └── InternalError       999   a fault of ours, and nothing else
+        └── Stranded              a thread cannot get back to its own namespace: it must end
 
 Codes below 100 are the CNI specification's; the others are documented in docs/errors.md.
 """
@@ -158,6 +159,10 @@ class InternalError(IstioCNIError):
 
         frames = traceback.format_exception(error)
         return cls(f"internal error: {type(error).__name__}: {quoted(str(error))}", "".join(frames))
+
+
+class Stranded(InternalError):
+    """A thread is in a foreign namespace and cannot get home; it must do nothing more."""
 
 
 def json_string(text: str) -> str:

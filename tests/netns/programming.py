@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from istio_cni.capture import apply
 from istio_cni.capture.settings import read_settings
-from istio_cni.capture.transaction import Log
+from istio_cni.capture.session import Log
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import SEARCH_PATH, Netfilter
 from istio_cni.rules.config import CaptureConfig
@@ -57,6 +57,8 @@ class Outcome(NamedTuple):
 
     variants: dict[str, str]
     changed: list[str]
+    backend: str
+    reason: str
     log: list[tuple[str, str]]
 
     @property
@@ -69,7 +71,12 @@ def program(
     path: str, wanted: CaptureConfig, *, existing: str = apply.REPLACE, **how: Any
 ) -> Outcome:
     """Program the namespace at `path` as the plugin does; raise what the product raises."""
-    return run(path, lambda net, log: apply.program(net, wanted, log, existing=existing), **how)
+
+    def work(net: Netfilter, log: Log) -> apply.Report:
+        choice = apply.choose(net, wanted)
+        return apply.program(net, wanted, log, choice, existing=existing)
+
+    return run(path, work, **how)
 
 
 def clean_up(path: str, **how: Any) -> Outcome:
@@ -80,11 +87,15 @@ def clean_up(path: str, **how: Any) -> Outcome:
 def check(
     path: str, wanted: CaptureConfig, variants: dict[str, str], *, only: object = SEARCH_PATH
 ) -> str:
-    """Return the first difference that CHECK would name in the namespace at `path`."""
+    """Return the first difference that CHECK would name in the namespace at `path`.
+
+    Without variants, in what nf_tables holds by our own back end.
+    """
+    backend = apply.IPTABLES if variants else apply.NFTABLES
 
     def work(inside: namespaces.Inside) -> object:
         net = Netfilter(deadline=time.monotonic() + TIME_S, search_path=str(only))
-        return apply.check(net, wanted, variants)
+        return apply.check(net, wanted, backend, variants)
 
     return str(_enter(path, work, [], TIME_S + 2, True))
 
@@ -122,7 +133,7 @@ def run(
     log: list[tuple[str, str]] = []
     report = _enter(path, work, log, seconds + rollback_s + 0.5, sandbox)
     assert isinstance(report, dict)
-    return Outcome(report["variants"], report["changed"], log)
+    return Outcome(**report, log=log)
 
 
 def _enter(

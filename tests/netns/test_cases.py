@@ -338,11 +338,6 @@ def refused(pod: Callable[[Sequence[str]], str]) -> Callable[..., str]:
             "50 included owner groups: iptables takes at most 49 in one rule; "
             "the back end nftables has no limit",
         ),
-        (
-            (),
-            {"ISTIO_OUTBOUND_OWNER_GROUPS": ",".join(map(str, range(65)))},
-            "ISTIO_OUTBOUND_OWNER_GROUPS: 65 groups; at most 64 can be included",
-        ),
         (("-c", "eth0;reboot"), {}, '--istio-exclude-interfaces: "eth0;reboot" is not allowed'),
     ],
 )

@@ -15,13 +15,21 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from istio_cni import constants
 from istio_cni.agent import values
+from istio_cni.agent.values import NOT_YET
 from istio_cni.constants import VERSION
 from istio_cni.errors import InvalidSettings, quoted
-from istio_cni.plugin.netconf import BACKENDS, NOT_YET
+from istio_cni.plugin.netconf import BACKENDS
 
 ABOUT = "Puts the mesh's CNI plugin on this node and keeps it there until it is told to end."
 EPILOG = "Where a flag is missing, its variable counts, also an empty one; else the default."
@@ -104,7 +112,12 @@ class Settings(Inert):
     exclude_namespaces: values.Namespaces = Field(
         (), description="namespaces that are left alone, separated by commas"
     )
-    backend: values.Backend = Field(BACKENDS[0], description="how the plugin programs rules")
+    backend: values.Backend = Field(
+        BACKENDS[0],
+        description="how the plugin programs rules: iptables, nftables, or auto, which takes "
+        "iptables where the node has it",
+    )
+    native_nftables: values.Bool = Field(False, description="the same as BACKEND=nftables")
     force_iptables_binary: values.Variant = Field(
         "", description="the iptables variant that the plugin uses; empty: found out for each pod"
     )
@@ -126,7 +139,22 @@ class Settings(Inert):
     chained_cni_plugin: values.OnlyTrue = Field(True, description=f"false {NOT_YET}")
     istio_owned_cni_config: values.OnlyFalse = Field(False, description=f"true {NOT_YET}")
     ambient_enabled: values.OnlyFalse = Field(False, description=f"true {NOT_YET}")
-    native_nftables: values.OnlyFalse = Field(False, description=f"true {NOT_YET}")
+
+    @field_validator("native_nftables")
+    @classmethod
+    def _one_back_end(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("backend") == "iptables":
+            raise ValueError("false, since the back end is iptables")
+        return value
+
+    @field_validator("outbound_owner_groups")
+    @classmethod
+    def _few_groups_for_iptables(cls, value: str, info: ValidationInfo) -> str:
+        native = info.data.get("native_nftables") or info.data.get("backend") == "nftables"
+        most = constants.MAX_OWNER_GROUPS_IPTABLES
+        if not native and value.count(",") >= most:
+            raise ValueError(f"at most {most} groups, unless BACKEND is nftables")
+        return value
 
     def effective(self) -> dict[str, str]:
         """Return what has an effect, as people would write it."""

@@ -12,9 +12,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from istio_cni import constants
 from istio_cni.errors import InvalidParameter
-from istio_cni.plugin.netconf import BACKENDS, NOT_YET, VARIANTS
+from istio_cni.plugin.netconf import BACKENDS, VARIANTS
 from istio_cni.rules import config as grammar
 
 LEVELS = ("debug", "info", "warn", "error")
@@ -22,7 +21,8 @@ NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of most objects of
 FILE = re.compile(r"(?!\.{1,2}$)[^/\0]{1,200}")
 MODE = re.compile(r"0?[0-7]{3}")
 NUMBER = re.compile(r"-?[0-9]{1,9}")
-GROUPS = f"ids of groups and ranges of ids, at most {constants.MAX_OWNER_GROUPS_IPTABLES}, or *"
+NOT_YET = "is not part of this version"
+GROUPS = "ids of groups and ranges of ids, or *"
 
 
 def _bool(text: str) -> bool:
@@ -83,8 +83,6 @@ def _groups(text: str) -> str:
         raise ValueError(GROUPS) from None
     if isinstance(found, tuple) and not all(map(grammar.is_id, found)):
         raise ValueError(f"{GROUPS}; a node's names mean nothing in a pod")
-    if len(found) > constants.MAX_OWNER_GROUPS_IPTABLES:
-        raise ValueError(GROUPS)
     return text
 
 

@@ -20,6 +20,7 @@ from istio_cni.rules import config as grammar
 
 LOG_LEVELS = ("none", "error", "fatal", "warn", "info", "debug")
 PROBE_TIMEOUT = "5s"
+TEXT, COMPLETE, NETLINK = OUTPUTS = ("text", "complete", "netlink")
 WIDTH, INDENT = 98, 30
 
 
@@ -34,8 +35,8 @@ class Action(NamedTuple):
 
     @property
     def env(self) -> str:
-        """The variable that sets it."""
-        return self.flag.upper().replace("-", "_")
+        """The variable that sets it, "" for none: the reference has no such flag."""
+        return "" if self.flag == "output" else self.flag.upper().replace("-", "_")
 
 
 ACTIONS = (
@@ -44,6 +45,13 @@ ACTIONS = (
         "print the rules, touch nothing; works without root; the commands of a run also go to the "
         "file that DRY_RUN_FILE_PATH names",
         boolean=True,
+    ),
+    Action(
+        "output",
+        f"what a dry run with the back end nftables prints: {TEXT}, the reference's rules for nft; "
+        f"{COMPLETE}, all that is programmed; {NETLINK}, the messages that are sent, decoded",
+        TEXT,
+        metavar="FORM",
     ),
     Action("reconcile", "replace rules of ours that another configuration made", boolean=True),
     Action("cleanup-only", "remove every object of ours, whatever made it", boolean=True),
@@ -83,6 +91,7 @@ exit status:
 examples:
   istio-iptables -p 15001 -z 15006 -u 1337 -m REDIRECT -i '*' -b '*' -d 15090,15021
   istio-iptables -i '*' -b '*' --dry-run
+  istio-iptables -i '*' -b '*' --dry-run --backend nftables --output netlink
   istio-iptables --config capture.json --reconcile
   istio-iptables --cleanup-only
 """
@@ -157,7 +166,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )
     for action in ACTIONS:
         names = [f"--{action.flag}", *(["-n"] if action.flag == "dry-run" else [])]
-        text = _help(action.help, action.default, (action.env,), boolean=action.boolean)
+        variables = tuple(filter(None, (action.env,)))
+        text = _help(action.help, action.default, variables, boolean=action.boolean)
         _add(group, names, action.flag, text, "" if action.boolean else action.metavar)
 
 

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from istio_cni.capture import detect
+from istio_cni.capture.backend import NFTABLES
+from istio_cni.capture.flags import COMPLETE, TEXT
 from istio_cni.capture.options import Options, read_options
 from istio_cni.errors import (
     CaptureNotWorking,
@@ -25,6 +27,7 @@ from istio_cni.errors import (
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.iptables import render
 from istio_cni.rules.model import Family, Ruleset
+from istio_cni.rules.sidecar import generate
 
 CLI_TIMEOUT_S = 120.0  # waiting for the xtables lock included
 VALIDATION_FAILED = 126  # the node's repair looks for this status
@@ -121,20 +124,55 @@ def documents(ruleset: Ruleset) -> dict[str, str]:
 
 
 def _print_rules(options: Options, config: CaptureConfig) -> None:
-    from istio_cni.capture.apply import prepare
-
     if options.cleanup_only:
         log.info("nothing to print: a clean-up removes what it finds")
         return
-    found = documents(prepare(config))
+    if config.backend == NFTABLES:
+        found, commands = _native_documents(options, config), "nft"
+    elif options.output != TEXT:
+        raise InvalidParameter(
+            f"--output={options.output}: only the back end nftables has it; add --backend=nftables"
+        )
+    else:
+        from istio_cni.capture.iptables import prepare
+
+        found, commands = documents(prepare(config)), "iptables-save"
     _print("".join(f"# {command}\n{text}" for command, text in found.items()))
     if options.transcript:
+        _write_transcript(options.transcript, found, commands)
+
+
+def _native_documents(options: Options, config: CaptureConfig) -> dict[str, str]:
+    """Return the rules for the nftables back end, in the form asked for, by its header."""
+    from istio_cni.capture.native import compile_rules
+    from istio_cni.rules import nfdump, nfnetlink, nftables
+
+    ruleset = generate(config)
+    if options.output == TEXT:
+        for text in nftables.additions(ruleset):
+            log.info("programmed, too, but not part of the reference's text: %s", text)
+        return {"nft -f -": nftables.render(nftables.reference(ruleset))}
+    wanted = compile_rules(config)
+    if options.output == COMPLETE:
+        tables = nftables.complete(generate(detect.resolve_owners(config)))
+        return {"nft -f -": nftables.render_complete(tables, wanted.comment)}
+    batch = nfnetlink.transaction(wanted.messages, comment=wanted.comment)
+    size = sum(len(message.body) for message in batch)
+    title = f"nf_tables netlink: one batch, {len(batch)} messages, {size} bytes of attributes"
+    return {title: nfdump.describe(batch)}
+
+
+def _write_transcript(path: str, found: Mapping[str, str], commands: str) -> None:
+    """Write the commands of a run, in order, to the file that a variable names."""
+    from istio_cni.edge import files  # asked for by a variable
+
+    if commands == "nft":
+        text = "".join(found.values())
+    else:
         saves = [f"{name.partition('-')[0]}-save\n" for name in found]
         text = "".join(("iptables-save\nip6tables-save\n", *found.values(), *saves))
-        from istio_cni.edge import files  # asked for by a variable
-
-        files.write_whole(options.transcript, text.encode())
-        log.info("commands written to %s", options.transcript)
+    files.write_whole(path, text.encode())
+    log.info("commands written to %s", path)
 
 
 def _print(text: str) -> None:
@@ -168,7 +206,8 @@ def _program(options: Options, config: CaptureConfig, environ: Mapping[str, str]
         existing = apply.REPLACE if options.reconcile else apply.REFUSE
         if options.force_apply:
             existing = apply.REWRITE
-        return apply.program(net, config, inside.log, existing=existing)._asdict()
+        choice = apply.choose(net, config)
+        return apply.program(net, config, inside.log, choice, existing=existing)._asdict()
 
     try:
         if options.cni_mode:
@@ -186,8 +225,10 @@ def _program(options: Options, config: CaptureConfig, environ: Mapping[str, str]
         log.info("removed %s", changed) if changed else log.info("nothing to remove")
         return
     changed = changed or "nothing: all is in place"
-    variants = ", ".join(f"{name}: {variant}" for name, variant in report["variants"].items())
-    log.info("changed %s%s", changed, f" ({variants})" if variants else "")
+    variants = "".join(f", {name}: {variant}" for name, variant in report["variants"].items())
+    log.info(
+        "changed %s (back end %s: %s%s)", changed, report["backend"], report["reason"], variants
+    )
 
 
 def _log(level: str, message: str) -> None:

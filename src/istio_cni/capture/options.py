@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from istio_cni import constants
-from istio_cni.capture.flags import ACTIONS, LOG_LEVELS, parse
+from istio_cni.capture.flags import ACTIONS, LOG_LEVELS, OUTPUTS, parse
 from istio_cni.capture.settings import SETTINGS, read_settings
 from istio_cni.errors import InvalidParameter, quoted
 from istio_cni.rules.config import CaptureConfig, parse_bool, refuse
@@ -32,6 +32,7 @@ class Options(NamedTuple):
     gid_given: bool
     proxy_user: str
     dry_run: bool
+    output: str
     transcript: str
     reconcile: bool
     cleanup_only: bool
@@ -108,13 +109,15 @@ def _read_actions(
         where = f"--{action.flag}"
         if action.flag in given:
             text = str(given[action.flag])
-        elif action.env in environ:
+        elif action.env and action.env in environ:
             where = action.env
             lenient = action.boolean and action.flag != "dry-run"  # whose false would program
             text = _variable(lenient, action.env, environ[action.env], warnings)
         field = action.flag.replace("-", "_")
         if action.boolean:
             values[field] = _boolean(text, where)
+        elif action.flag == "output":
+            values[field] = _one_of(text, OUTPUTS, where)
         elif action.flag == "iptables-probe-port":
             values["probe_port"] = _probe_port(text, where)
         elif action.flag == "probe-timeout":
@@ -129,6 +132,12 @@ def _boolean(text: str, where: str) -> bool:
     if value is None:
         raise refuse(where, text, "true or false")
     return value
+
+
+def _one_of(text: str, allowed: tuple[str, ...], where: str) -> str:
+    if text not in allowed:
+        raise refuse(where, text, ", ".join(allowed))
+    return text
 
 
 def _probe_port(text: str, where: str) -> int:
@@ -213,6 +222,8 @@ def _without_effect(config: CaptureConfig) -> tuple[str, ...]:
         found.append("excluded inbound ports have no effect: only listed ports are captured")
     if config.owner_groups != "*" and config.owner_groups_excluded:
         found.append("excluded owner groups have no effect: only listed groups are captured")
+    if config.backend == "nftables" and config.iptables_variant:
+        found.append("the variant of iptables has no effect: the back end is nftables")
     if config.capture_all_dns and not config.redirect_dns:
         found.append("capturing DNS to all servers has no effect: DNS is not redirected")
     return tuple(found)

@@ -70,7 +70,7 @@ def _variant(text: str, where: str) -> str:
 
 def _backend(text: str, where: str) -> str:
     if text not in ("", "auto", "iptables", "nftables"):
-        raise grammar.refuse(where, text, "auto or iptables")
+        raise grammar.refuse(where, text, "auto, iptables or nftables")
     return text or "auto"
 
 
@@ -219,7 +219,8 @@ SETTINGS = (
     ),
     Setting(
         "BACKEND", "backend", _backend, BACKEND,
-        "auto or iptables; nftables is not part of this version", "backend", default="auto",
+        "auto, iptables or nftables, which programs the kernel without any program; auto takes "
+        "iptables where it is installed", "backend", default="auto",
     ),
     Setting(
         "FORCE_IPTABLES_BINARY", "iptables_variant", _variant, BACKEND,
@@ -228,7 +229,7 @@ SETTINGS = (
     ),
     Setting(
         "NATIVE_NFTABLES", "native_nftables", None, BACKEND,
-        "the same as --backend=nftables, which is not part of this version",
+        "the same as --backend=nftables",
         "native-nftables", env=("NATIVE_NFTABLES",),
     ),
 )  # fmt: skip

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from istio_cni import constants
 from istio_cni.capture import routing
+from istio_cni.capture.backend import ours_native
+from istio_cni.capture.session import Log, Session, locked, one_line
 from istio_cni.capture.tools import (
     BASE,
     NFT_FAMILY,
@@ -27,36 +29,36 @@ from istio_cni.capture.tools import (
 )
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import CommandFailed, Netfilter, Tool
-from istio_cni.edge.netns import hold_apply_lock
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.rules import state as tables_of
 from istio_cni.rules.iptables import block, parse_save
 from istio_cni.rules.model import Family, Ruleset, Table
 from istio_cni.rules.state import State, differences, ours
 
-Log = Callable[[str, str], None]
-ROLLBACK_S = constants.ROLLBACK_RESERVE_S + 0.5  # and the time to tell
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from socket import socket
+
 ROLLBACK_SHARE = 0.7  # of what is left then; the rest is for the drop rules, if it fails
 
 
-class Run:
-    """One transaction over both families and both variants; reverts on the way out of a failure."""
+class Run(Session):
+    """A change that may touch both families and both variants of iptables, too."""
 
-    def __init__(self, net: Netfilter, log: Log) -> None:
-        self.net = net
-        self.log = log
-        self.changed: list[str] = []
+    def __init__(
+        self, net: Netfilter, log: Log, tables: tuple[netlink.Listed, ...], lock: socket
+    ) -> None:
+        super().__init__(net, log, tables)
         self.touched: dict[tuple[Family, str], Held] = {}
-        self.former_routing: routing.Routing | None = None
+        self.nft_before = {(table.family, table.name) for table in tables}
+        self._lock = lock
 
     def __enter__(self) -> Run:
-        self.lock = hold_apply_lock(self.net.deadline)
-        self.net.keep = self.lock.fileno()
+        self.net.keep = self._lock.fileno()
         try:
-            self.nft_before = set(netlink.nft_tables())
             found = {family: survey(self.net, family) for family in Family}
         except BaseException:
-            self._unlock()
+            self.net.keep = None
             raise
         self.held = {family: each.held for family, each in found.items()}
         self.unread = [
@@ -69,21 +71,31 @@ class Run:
             self.log("warn", f"rules that may be here cannot be read and stay: {reason.msg}")
         return self
 
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            super().__exit__(kind, error, trace)
+        finally:
+            self.net.keep = None
+
     def refuse_unread(self) -> None:
         """Raise if a variant's tables could not be read: nobody knows what stays in them."""
         for reason in self.unread:
             raise ProgrammingFailed(f"rules that may be here cannot be read: {reason.msg}")
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                self._revert(error)
-        finally:
-            self._unlock()
+    def refuse_programs_rules(self) -> None:
+        """Refuse to replace rules of ours that a variant of iptables holds."""
+        for family, variants in self.held.items():
+            for variant, held in variants.items():
+                if ours(held.state):
+                    raise ProgrammingFailed(
+                        f"other rules of ours are in place: {BASE[family]} ({variant}) holds some; "
+                        "replace them with --reconcile"
+                    )
 
-    def _unlock(self) -> None:
-        self.net.keep = None
-        self.lock.close()
+    def remove_programs_rules(self) -> None:
+        """Remove our objects from every variant, and the tables that are empty then."""
+        self.remove_ours(keep=set())
+        self.sweep()
 
     def load(self, family: Family, forced: str, ruleset: Ruleset, *, rewrite: bool) -> str:
         """Make the first candidate that works hold a family's rules; return its variant.
@@ -149,7 +161,7 @@ class Run:
         for family, variants in self.held.items():
             for variant, (tool, present) in variants.items():
                 if (family, variant) not in keep and ours(present):
-                    captured = any(family is kept for kept, _ in keep)
+                    captured = self.native_made or any(family is kept for kept, _ in keep)
                     text = _removal if captured else _guarded_removal
                     try:
                         self._load(family, tool, present, text)
@@ -170,16 +182,6 @@ class Run:
         load(self.net, tool, document, lambda: text(self._now(tool)))
         self.changed.append(f"{BASE[family]} ({tool.variant})")
         return True
-
-    def route(self, target: routing.Routing) -> None:
-        """Make addresses, policy rules and routes what is wanted."""
-        with netlink.Route() as route:
-            present = routing.read(route, target)
-            if not routing.difference(present, target):
-                return
-            self.former_routing = present
-            routing.apply(route, present, target)
-        self.changed.append("addresses and routes")
 
     def warn_of_broken(self, family: Family) -> None:
         """Warn if a family that this pod does not need could not be programmed; never fail."""
@@ -221,7 +223,7 @@ class Run:
         except IstioCNIError as error:
             self.log("warn", f"empty tables may be left: {error.msg}")
 
-    def _revert(self, error: BaseException) -> None:
+    def revert(self, error: BaseException) -> None:
         """Bring the former state back; where that fails, shut the namespace and say so.
 
         The last change goes first, so that where one variant took over from the other there is
@@ -238,13 +240,20 @@ class Run:
             for tool, former in reversed(self.touched.values()):
                 for document in tables_of.revert_blocks(self._now(tool), former):
                     load(self.net, tool, document)
+            if self.native_made:
+                self._forget_native()
         except Exception as second:
             self.net.deadline = end
-            lost = f"the former state could not be restored ({_one_line(second)}); {self._shut()}"
-            raise ProgrammingFailed(f"{_one_line(error)}; {lost}") from error
+            lost = f"the former state could not be restored ({one_line(second)}); {self._shut()}"
+            raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
         finally:
             self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _forget_native(self) -> None:
+        """Take back the tables that this session has made, now that iptables captures again."""
+        self.native = ours_native(netlink.tables())
+        self.remove_native()
 
     def _now(self, tool: Tool) -> State:
         return parse_save(self.net.save(tool))
@@ -256,8 +265,15 @@ class Run:
                 if Table.FILTER not in ours(self._now(tool)):
                     load(self.net, tool, block(Table.FILTER, tables_of.guard_lines()))
         except Exception as error:
-            return f"drop rules could not be put in place either ({_one_line(error)})"
+            return f"drop rules could not be put in place either ({one_line(error)})"
         return "drop rules are in place and all traffic stops until it is programmed again"
+
+
+@contextmanager
+def running(net: Netfilter, log: Log) -> Iterator[Run]:
+    """Work alone in the present namespace, with iptables at hand; a failure undoes it all."""
+    with locked(net) as lock, Run(net, log, netlink.tables(), lock) as run:
+        yield run
 
 
 def _removal(state: State) -> str:
@@ -275,10 +291,6 @@ def _guarded_removal(state: State) -> str:
         blocks.insert(0, block(Table.FILTER, tables_of.guard_lines()))
         blocks.append(block(Table.FILTER, tables_of.guard_removal_lines()))
     return "".join(blocks)
-
-
-def _one_line(error: BaseException) -> str:
-    return error.msg if isinstance(error, IstioCNIError) else f"{type(error).__name__}: {error}"
 
 
 def _explained(error: CommandFailed, tool: Tool) -> IstioCNIError:

@@ -154,6 +154,13 @@ class Netfilter:
         """Name the kernel modules that a variant needs for a family, for messages."""
         return MODULES[variant, family]
 
+    def any_program(self) -> str:
+        """Return the path of a program of iptables that is there, "" for none."""
+        for name in ("iptables-nft", "iptables", "iptables-legacy"):
+            with suppress(CommandFailed):
+                return self._which(f"{name}-restore")
+        return ""
+
     def find(self, name: str, family: int) -> Tool:
         """Return the programs called `name`; CommandFailed tells why they are no use.
 

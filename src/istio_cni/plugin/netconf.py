@@ -23,8 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-BACKENDS = ("auto", "iptables")
-NOT_YET = "is not part of this version"
+BACKENDS = ("auto", "iptables", "nftables")
 VARIANTS = ("", "legacy", "nft")
 KUBERNETES = "kubernetes"
 MANIFESTS = "manifests:"
@@ -124,13 +123,9 @@ class Netconf(_Reader):
         self.host_ipv4_loopback_cidr = self.text("host_ipv4_loopback_cidr")
 
     def _backend(self) -> str:
-        """Read the back end; nftables is known, and refused, by either of its names."""
-        if self.flag("native_nftables"):
-            self.problems.append(refusal("native_nftables", True, "false", NOT_YET))
-        if lookup(self._config, "backend") == "nftables":
-            self.problems.append(refusal("backend", "nftables", ", ".join(BACKENDS), NOT_YET))
-            return BACKENDS[0]
-        return self.one_of("backend", BACKENDS)
+        """Read the back end; `native_nftables`, the reference's word for nftables, wins."""
+        backend = self.one_of("backend", BACKENDS)
+        return "nftables" if self.flag("native_nftables") else backend
 
     @property
     def manifests(self) -> str:

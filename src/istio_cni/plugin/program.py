@@ -1,7 +1,8 @@
 """Capture of one pod: a record, the work inside its namespace, the record completed.
 
-Everything here costs a captured pod only. The work runs in a child process that is inside the
-namespace; what it finds there (addresses, tools) comes back with its report.
+Everything here costs a captured pod only. Where programs of iptables are to be started, the work
+runs in a child process that is inside the namespace; where nf_tables is all there is, this thread
+goes there itself. What is found there (addresses, tools) comes back with the report.
 """
 
 from __future__ import annotations
@@ -80,8 +81,14 @@ def _capture_recorded(
         record.made_rules = not others
         attachments.write(record)
     try:
+        choice = _choose(netns, config, deadline)
         answer = _inside(
-            netns, request.netns, deadline, log, lambda inside, net: _program(inside, net, config)
+            netns,
+            request.netns,
+            choice.name,
+            deadline,
+            log,
+            lambda inside, net: _program(inside, net, config, choice),
         )
     except Interrupted:
         raise  # the record stays, so that DEL undoes what is there
@@ -97,7 +104,8 @@ def _capture_recorded(
         for other in others:  # the maker of the rules answers for them as they are now
             _complete(other, answer)
             attachments.write(other)
-    return apply.Report(record.variants, _strings(answer.get("changed")))
+    changed, reason = _strings(answer.get("changed")), str(answer.get("reason"))
+    return apply.Report(record.variants, changed, record.backend, reason)
 
 
 def _record(request: Request, pod_uid: str, netns: int) -> Attachment:
@@ -117,22 +125,34 @@ def _complete(record: Attachment, answer: dict[str, object]) -> None:
     if not (isinstance(settings, dict) and isinstance(variants, dict) and isinstance(cookie, int)):
         raise InternalError(f"unexpected report {answer!r}")
     record.settings, record.variants, record.cookie = settings, variants, cookie
+    record.backend = str(answer["backend"])
 
 
 def _strings(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
+def _choose(netns: int, config: CaptureConfig, deadline: float) -> apply.Choice:
+    """Choose the back end; what a namespace holds already is part of it."""
+    foreign, net = namespaces.is_foreign(netns), Netfilter(deadline=deadline)
+    with namespaces.visiting(netns):
+        return apply.choose(net, config, foreign=foreign)
+
+
 def _inside(
     netns: int,
     path: str,
+    backend: str,
     deadline: float,
     log: Log,
     work: Callable[[Inside, Netfilter], dict[str, object]],
 ) -> dict[str, object]:
-    """Run work in the namespace with iptables at hand; part of the time is kept for a roll-back."""
+    """Run work in the namespace, in a child where a back end would start programs there.
 
-    def run(inside: Inside) -> object:
+    Part of the time is kept for a roll-back.
+    """
+
+    def run(inside: Inside) -> dict[str, object]:
         left = deadline - time.monotonic()
         net = Netfilter(
             deadline=deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
@@ -142,19 +162,24 @@ def _inside(
         )
         return work(inside, net)
 
+    if backend == apply.NFTABLES:
+        with namespaces.visiting(netns):
+            if not apply.may_start_programs():
+                return run(namespaces.Inside(log))
     answer = namespaces.run_inside(run, netns, deadline=deadline, log=log)
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
     return answer
 
 
-def _program(inside: Inside, net: Netfilter, config: CaptureConfig) -> dict[str, object]:
+def _program(
+    inside: Inside, net: Netfilter, config: CaptureConfig, choice: apply.Choice
+) -> dict[str, object]:
     config = _with_families(config, inside.log)
-    report = apply.program(net, config, inside.log)
+    report = apply.program(net, config, inside.log, choice)
     return {
         "settings": to_settings(config),
-        "variants": report.variants,
-        "changed": report.changed,
+        **report._asdict(),
         "cookie": netlink.namespace_cookie(),
     }
 
@@ -186,7 +211,7 @@ def undo(path: str, record: Attachment, deadline: float, log: Log) -> bool:
             apply.clean_up(net, inside.log)
             return {"undone": True}
 
-        return _inside(netns, path, deadline, log, clean)["undone"] is True
+        return _inside(netns, path, record.backend, deadline, log, clean)["undone"] is True
     finally:
         os.close(netns)
 
@@ -200,16 +225,17 @@ def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str
         if record.cookie and netlink.namespace_cookie() != record.cookie:
             return {"difference": "this is another network namespace than ADD programmed"}
         config = read_settings(record.settings, lambda setting: setting.key)
-        return {"difference": apply.check(net, config, record.variants)}
+        return {"difference": apply.check(net, config, record.backend, record.variants)}
 
-    return str(_inside(netns, record.netns, deadline, log, compare)["difference"])
+    answer = _inside(netns, record.netns, record.backend, deadline, log, compare)
+    return str(answer["difference"])
 
 
 def derived_difference(config: CaptureConfig, netns: int, deadline: float, log: Log) -> str:
-    """Return in what a namespace differs from a configuration, whichever variant is used."""
+    """Return in what a namespace differs from a configuration, whatever holds our rules there."""
 
     def compare(inside: Inside, net: Netfilter) -> dict[str, object]:
         wanted = _with_families(config, inside.log)
-        return {"difference": apply.check(net, wanted, apply.holders(net))}
+        return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
-    return str(_inside(netns, "", deadline, log, compare)["difference"])
+    return str(_inside(netns, "", apply.NFTABLES, deadline, log, compare)["difference"])

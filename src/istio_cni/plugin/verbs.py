@@ -240,7 +240,13 @@ class Verbs:
         changed = ", ".join(report.changed) or "nothing: all was in place"
         variants = ", ".join(f"{name}: {variant}" for name, variant in report.variants.items())
         reason = f"container {constants.PROXY_CONTAINER}, annotation {constants.STATUS_ANNOTATION}"
-        self._log.info(f"captured: {reason}", changed=changed, variants=variants)
+        self._log.info(
+            f"captured: {reason}",
+            changed=changed,
+            backend=report.backend,
+            reason=report.reason,
+            variants=variants,
+        )
 
     def _undo(self, request: Request, record: Attachment, deadline: float) -> None:
         from istio_cni.plugin import program  # captured pods only
@@ -317,7 +323,7 @@ class Verbs:
         from istio_cni.plugin.pod import Pod
 
         try:
-            apply.prepare(capture_config(Pod({}), netconf)[0])
+            apply.refuse_impossible(capture_config(Pod({}), netconf)[0])
         except IstioCNIError as error:
             return error.msg
         if netconf.manifests:

@@ -128,10 +128,6 @@ def test_dns_without_servers_is_reported(program: Program) -> None:
             "50 included owner groups: iptables takes at most 49 in one rule; "
             "the back end nftables has no limit",
         ),
-        (
-            {"OUTBOUND_OWNER_GROUPS_INCLUDE": ",".join(map(str, range(65)))},
-            "OUTBOUND_OWNER_GROUPS_INCLUDE: 65 groups; at most 64 can be included",
-        ),
     ],
 )
 def test_a_refusal_is_one_line(

@@ -124,6 +124,7 @@ def test_defaults() -> None:
         gid_given=False,
         proxy_user="istio-proxy",
         dry_run=False,
+        output="text",
         transcript="",
         reconcile=False,
         cleanup_only=False,

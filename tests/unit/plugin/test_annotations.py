@@ -404,7 +404,6 @@ def test_the_operator_s_keys_are_in_the_configuration() -> None:
     [
         ("outbound_owner_groups", "java"),
         ("outbound_owner_groups", "--help"),
-        ("outbound_owner_groups", ",".join(map(str, range(65)))),
         ("outbound_owner_groups_exclude", "ftp"),
         ("outbound_owner_groups_exclude", "*"),
         ("host_ipv4_loopback_cidr", "10.0.0.0/8"),

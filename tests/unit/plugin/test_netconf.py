@@ -78,28 +78,25 @@ def test_keys_are_read_in_any_case(spell: type[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "shown", "allowed"),
+    ("keys", "backend"),
     [
-        ("backend", "nftables", '"nftables"', "auto, iptables"),
-        ("native_nftables", True, "true", "false"),
+        ({"backend": "nftables"}, "nftables"),
+        ({"native_nftables": True}, "nftables"),
+        ({"native_nftables": True, "backend": "iptables"}, "nftables"),
+        ({"native_nftables": False, "backend": "iptables"}, "iptables"),
+        ({"native_nftables": False}, "auto"),
     ],
 )
-def test_nftables_is_no_part_of_this_version(
-    key: str, value: object, shown: str, allowed: str
-) -> None:
-    """Under either name; `native_nftables` is true on clusters that were installed that way."""
-    netconf = Netconf({key: value})
-    (problem,) = netconf.problems
-    assert problem.code == 7
-    assert problem.msg == (
-        f"network configuration, {key}: {shown} is not part of this version; allowed: {allowed}"
-    )
-    assert values(netconf) == DEFAULTS
+def test_nftables_has_two_names(keys: dict[str, object], backend: str) -> None:
+    """`native_nftables` is true on clusters that were installed that way; it wins."""
+    netconf = Netconf(keys)
+    assert netconf.problems == []
+    assert values(netconf) == {**DEFAULTS, "backend": backend}
     assert Netconf({"native_nftables": False, "backend": "iptables"}).problems == []
 
 
 STRING, BOOLEAN = "a string", "true or false"
-BACKENDS, SOURCES = "auto, iptables", '"kubernetes" or "manifests:<directory>"'
+BACKENDS, SOURCES = "auto, iptables, nftables", '"kubernetes" or "manifests:<directory>"'
 
 
 @pytest.mark.parametrize(

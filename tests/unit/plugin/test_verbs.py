@@ -313,7 +313,7 @@ def test_gc_goes_on_after_what_it_cannot_do(host: Host) -> None:
         ({"pod_source": "manifests:/nonexistent"}, "/nonexistent"),
         ({"native_nftables": "on"}, "native_nftables"),
         ({"ambient_enabled": True}, "ambient_enabled"),
-        ({"backend": "nftables"}, "backend"),
+        ({"backend": "ipvs"}, "backend"),
         ({"outbound_owner_groups": "wheel"}, "outbound_owner_groups"),
         ({"outbound_owner_groups": ",".join(map(str, range(50)))}, "50 included owner groups"),
         ({"outbound_owner_groups_exclude": "-"}, "outbound_owner_groups_exclude"),

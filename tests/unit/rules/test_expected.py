@@ -11,23 +11,27 @@ from cases import CASES
 from istio_cni.capture.main import run
 from istio_cni.capture.settings import to_settings
 
+ENDINGS = {"iptables": "iptables", "nft": "nftables"}
+"""The back end whose text a file of that name holds."""
 EXPECTED = os.path.join(os.path.dirname(__file__), "expected")
 
 
+@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_dry_run_prints_the_expected_rules(
     name: str,
+    ending: str,
     tmp_path: os.PathLike[str],
     capsys: pytest.CaptureFixture[str],
     refresh_expected: bool,
 ) -> None:
-    """Both documents, under their headers, nothing else on stdout."""
+    """The documents under their headers, nothing else on stdout."""
     path = os.path.join(tmp_path, "capture.json")
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(to_settings(CASES[name].config), file)
+        json.dump(to_settings(CASES[name].config._replace(backend=ENDINGS[ending])), file)
     assert run(["--config", path, "--dry-run"], {}) == 0
     text = capsys.readouterr().out
-    expected = os.path.join(EXPECTED, f"{name}.iptables")
+    expected = os.path.join(EXPECTED, f"{name}.{ending}")
     if refresh_expected:
         with open(expected, "w", encoding="utf-8") as file:
             file.write(text)
@@ -37,4 +41,6 @@ def test_dry_run_prints_the_expected_rules(
 
 def test_every_expected_file_belongs_to_a_case() -> None:
     """A case that was renamed leaves no file behind."""
-    assert sorted(os.listdir(EXPECTED)) == sorted(f"{name}.iptables" for name in CASES)
+    assert sorted(os.listdir(EXPECTED)) == sorted(
+        f"{name}.{ending}" for name in CASES for ending in ENDINGS
+    )

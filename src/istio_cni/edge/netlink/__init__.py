@@ -17,6 +17,7 @@ from istio_cni.edge.netlink.route import (
     PolicyRule,
     Route,
 )
+from istio_cni.edge.netlink.ruleset import Listed, Ruleset, Unsettled, tables
 from istio_cni.edge.netlink.tables import (
     IPTABLES_TABLES,
     Nftables,
@@ -30,12 +31,16 @@ __all__ = [
     "LOOPBACK_INDEX",
     "WHOLE_MARK",
     "Address",
+    "Listed",
     "LocalRoute",
     "Nftables",
     "PolicyRule",
     "Route",
+    "Ruleset",
+    "Unsettled",
     "legacy_tables",
     "namespace_cookie",
     "nft_tables",
     "sweep_empty_tables",
+    "tables",
 ]

@@ -13,6 +13,7 @@ import socket
 import struct
 
 from istio_cni.errors import ProgrammingFailed
+from istio_cni.rules.netlink import attributes, padded, text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,15 +28,17 @@ _SOL_NETLINK, _CAP_ACK, _EXT_ACK = 270, 10, 11
 _REQUEST, _ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x1, 0x4, 0x10, 0x200
 _ERROR, _DONE = 2, 3
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
-_KIND_BITS = 0x3FFF  # of an attribute's type; the others say "nested" and "network order"
 _RECEIVE_BYTES = 1 << 16  # the kernel writes lists in pieces of 32 KiB at most
+_ALWAYS_SENT_BYTES = 100_000  # half of the usual send buffer
+_SO_SNDBUFFORCE = 32
 _SO_NETNS_COOKIE = 71
 
 
 class Refused(ProgrammingFailed):
-    """The kernel answered with an error; `errno` says which."""
+    """The kernel answered with an error; `errno` says which, `place` to what of a batch."""
 
     errno = 0
+    place: int | None = None
 
 
 class Netlink:
@@ -90,20 +93,39 @@ class Netlink:
         """Send several messages in one datagram and raise the first error that comes back.
 
         The kernel has carried them out, and queued all replies, when sending returns; so nothing is
-        waited for, and no acknowledgement asked for: kernels before 6.10 do not send the last one.
+        waited for, and no acknowledgement asked for: kernels before 6.10 do not send the last one,
+        and those of single messages overflow the receive buffer, while the batch is carried out.
         """
         before = self._sequence
-        self._send(doing, b"".join(self._message(*message) for message in messages))
+        data = b"".join(self._message(*message) for message in messages)
+        self._make_room(len(data))
+        self._send(doing, data)
         self._socket.setblocking(False)
         try:
             while True:
                 for kind, flags, sequence, payload in self._receive(doing):
                     if kind == _ERROR and sequence > before:
-                        _check(doing, kind, flags, payload)
+                        self._check_batch(doing, sequence - before - 1, kind, flags, payload)
         except BlockingIOError:
             return
         finally:
             self._socket.settimeout(self._timeout_s)
+
+    def _check_batch(self, doing: str, place: int, kind: int, flags: int, payload: bytes) -> None:
+        try:
+            _check(doing, kind, flags, payload)
+        except Refused as refused:
+            refused.place = place
+            raise
+
+    def _make_room(self, size: int) -> None:
+        """Let the kernel take a datagram of this size; beyond the system's limit root may ask."""
+        if size <= _ALWAYS_SENT_BYTES:
+            return
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, size)
+        except PermissionError:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def _message(self, kind: int, flags: int, body: bytes) -> bytes:
         self._sequence += 1
@@ -147,7 +169,7 @@ class Netlink:
         while at + _HEADER.size <= len(data):
             size, kind, flags, sequence, _ = _HEADER.unpack_from(data, at)
             yield kind, flags, sequence, data[at + _HEADER.size : at + size]
-            at += max(_padded(size), _HEADER.size)
+            at += max(padded(size), _HEADER.size)
 
 
 def _check(doing: str, kind: int, flags: int, payload: bytes) -> None:
@@ -164,29 +186,6 @@ def _refused(doing: str, code: int, words: str = "") -> Refused:
     refused = Refused(f"{doing}: {os.strerror(code)}" + (f" ({words})" if words else ""))
     refused.errno = code
     return refused
-
-
-def _padded(size: int) -> int:
-    return (size + 3) & ~3
-
-
-def attribute(kind: int, payload: bytes) -> bytes:
-    """Pack one attribute, padded to four bytes."""
-    size = 4 + len(payload)
-    return struct.pack("=HH", size, kind) + payload + bytes(_padded(size) - size)
-
-
-def attributes(data: bytes, at: int) -> Iterator[tuple[int, bytes]]:
-    """Unpack the attributes from offset `at` on: number and payload."""
-    while at + 4 <= len(data):
-        size, kind = struct.unpack_from("=HH", data, at)
-        yield kind & _KIND_BITS, data[at + 4 : at + size]
-        at += max(_padded(size), 4)
-
-
-def text(raw: bytes) -> str:
-    """Decode a NUL-terminated string; bytes that are not UTF-8 survive the way back."""
-    return raw.partition(b"\0")[0].decode(errors="surrogateescape")
 
 
 def namespace_cookie() -> int:

@@ -20,9 +20,8 @@ from istio_cni.edge.netlink.messages import (
     DUMP,
     Netlink,
     Refused,
-    attribute,
-    attributes,
 )
+from istio_cni.rules.netlink import attribute, attributes
 
 LOOPBACK_INDEX = 1  # `lo` has it in every namespace: net/core/dev.c relies on it
 WHOLE_MARK = 0xFFFFFFFF  # mask of a policy rule that compares all bits

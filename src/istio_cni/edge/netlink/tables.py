@@ -14,24 +14,34 @@ import errno
 import os
 import struct
 
-from istio_cni.edge.netlink.messages import DUMP, Netlink, Refused, attribute, attributes, text
+from istio_cni.edge.netlink.messages import DUMP, Netlink, Refused
 from istio_cni.errors import IOFailure
+from istio_cni.rules.netlink import (
+    DELCHAIN,
+    DELTABLE,
+    GETCHAIN,
+    GETGEN,
+    GETTABLE,
+    attribute,
+    attributes,
+    string,
+    text,
+)
 
 IPTABLES_TABLES = tuple(
     (family, table) for family in ("ip", "ip6") for table in ("nat", "mangle", "raw", "filter")
 )
 
 _NETLINK_NETFILTER = 12
-_NF_TABLES = 10  # subsystem
-_BATCH_BEGIN, _BATCH_END = 0x10, 0x11
-_GETTABLE, _DELTABLE, _GETCHAIN, _DELCHAIN, _GETGEN = 1, 2, 4, 5, 16
+NF_TABLES = 10  # subsystem
+BATCH_BEGIN, BATCH_END = 0x10, 0x11
 _NONREC = 0x100  # delete it only if nothing is in it
 _GENERATION = 1
 _TABLE_NAME, _TABLE_USE = 1, 3
 _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY, _CHAIN_USE = 1, 3, 4, 5, 6
 _ACCEPT = 1
 _FAMILIES = {"inet": 1, "ip": 2, "arp": 3, "netdev": 5, "bridge": 7, "ip6": 10}
-_FAMILY_NAMES = {number: name for name, number in _FAMILIES.items()}
+FAMILY_NAMES = {number: name for name, number in _FAMILIES.items()}
 _UNSUPPORTED = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.EOPNOTSUPP)
 # In use by now, changed meanwhile, already gone, owned by a running process.
 _LEFT_ALONE = (errno.EBUSY, errno.ERESTART, errno.ENOENT, errno.EPERM)
@@ -55,7 +65,7 @@ class Nftables(Netlink):
     def generation(self) -> int:
         """Read the number that each change in this namespace increases."""
         try:
-            reply = self.ask("reading the nf_tables generation", *_message(_GETGEN, 0))[0]
+            reply = self.ask("reading the nf_tables generation", *message(GETGEN, 0))[0]
         except Refused as refused:
             if refused.errno not in _UNSUPPORTED:
                 raise
@@ -65,9 +75,9 @@ class Nftables(Netlink):
     def tables(self) -> tuple[tuple[str, str], ...]:
         """List all tables: family (`ip`, `inet`, …) and name."""
         self.generation()  # tells a kernel without nf_tables from other trouble
-        replies = self.ask("listing the nf_tables tables", *_message(_GETTABLE, DUMP))
+        replies = self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP))
         return tuple(
-            (_FAMILY_NAMES.get(reply[0], str(reply[0])), text(_said(reply)[_TABLE_NAME]))
+            (FAMILY_NAMES.get(reply[0], str(reply[0])), text(_said(reply)[_TABLE_NAME]))
             for reply in replies
         )
 
@@ -78,14 +88,14 @@ class Nftables(Netlink):
         those of a chain its rules and the jumps to it.
         """
         doing = f"reading the nf_tables table {family} {table}"
-        name = _name(_TABLE_NAME, table)
+        name = string(_TABLE_NAME, table)
         try:
-            reply = self.ask(doing, *_message(_GETTABLE, 0, family, name))[0]
+            reply = self.ask(doing, *message(GETTABLE, 0, family, name))[0]
         except Refused as refused:
             if refused.errno != errno.ENOENT:
                 raise
             return None
-        listed = [_said(one) for one in self.ask(doing, *_message(_GETCHAIN, DUMP, family))]
+        listed = [_said(one) for one in self.ask(doing, *message(GETCHAIN, DUMP, family))]
         chains = [chain for chain in listed if text(chain[_CHAIN_TABLE]) == table]
         if _value(_said(reply)[_TABLE_USE]) != len(chains) or not all(map(_is_idle, chains)):
             return None
@@ -100,12 +110,12 @@ class Nftables(Netlink):
         instance, is no use that the kernel counts.
         """
         since = attribute(_GENERATION, struct.pack("!I", generation)) if generation else b""
-        batch = [(_BATCH_BEGIN, 0, struct.pack("!BBH", 0, 0, _NF_TABLES) + since)]
+        batch = [(BATCH_BEGIN, 0, struct.pack("!BBH", 0, 0, NF_TABLES) + since)]
         for chain in chains:
-            names = _name(_CHAIN_TABLE, table) + _name(_CHAIN_NAME, chain)
-            batch.append(_message(_DELCHAIN, _NONREC, family, names))
-        batch.append(_message(_DELTABLE, _NONREC, family, _name(_TABLE_NAME, table)))
-        batch.append((_BATCH_END, 0, struct.pack("!BBH", 0, 0, _NF_TABLES)))
+            names = string(_CHAIN_TABLE, table) + string(_CHAIN_NAME, chain)
+            batch.append(message(DELCHAIN, _NONREC, family, names))
+        batch.append(message(DELTABLE, _NONREC, family, string(_TABLE_NAME, table)))
+        batch.append((BATCH_END, 0, struct.pack("!BBH", 0, 0, NF_TABLES)))
         try:
             self.batch(f"deleting the empty nf_tables table {family} {table}", batch)
         except Refused as refused:
@@ -162,15 +172,12 @@ def legacy_tables(family: int) -> tuple[str, ...]:
         os.close(file)
 
 
-def _message(
+def message(
     kind: int, flags: int, family: str = "", attributes: bytes = b""
 ) -> tuple[int, int, bytes]:
+    """Make a message of nf_tables, as `ask` and `batch` take it; no family means all."""
     header = struct.pack("!BBH", _FAMILIES.get(family, 0), 0, 0)
-    return _NF_TABLES << 8 | kind, flags, header + attributes
-
-
-def _name(kind: int, name: str) -> bytes:
-    return attribute(kind, name.encode(errors="surrogateescape") + b"\0")
+    return NF_TABLES << 8 | kind, flags, header + attributes
 
 
 def _said(reply: bytes) -> dict[int, bytes]:

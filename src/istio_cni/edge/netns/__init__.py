@@ -5,9 +5,11 @@ own, `entry` is how that process gets inside, and what it sees there.
 """
 
 from istio_cni.edge.netns.child import Inside, run_inside
+from istio_cni.edge.netns.entry import visiting
 from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
+    is_foreign,
     is_host,
     open_netns,
 )
@@ -16,7 +18,9 @@ __all__ = [
     "Inside",
     "hold_apply_lock",
     "identity",
+    "is_foreign",
     "is_host",
     "open_netns",
     "run_inside",
+    "visiting",
 ]

@@ -13,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
+from contextlib import contextmanager
 
 from istio_cni.edge.netns.namespace import CLONE_NEWNET, foreign_owner
-from istio_cni.errors import InvalidNetns
+from istio_cni.errors import InvalidNetns, Stranded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Log = Callable[[str, str], None]
 
@@ -105,6 +107,37 @@ def enter(netns: int) -> None:
     finally:
         if owner is not None:
             os.close(owner)
+
+
+@contextmanager
+def visiting(netns: int) -> Iterator[None]:
+    """Have the calling thread in a network namespace, and back home after the block.
+
+    For what opens sockets and starts no program. A thread that cannot get home must end: it would
+    work for the next pod in the wrong namespace.
+    """
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            _set_netns(netns)
+        except OSError as error:
+            raise InvalidNetns(f"cannot enter the network namespace: {error.strerror}") from error
+        try:
+            yield
+        finally:
+            try:
+                _set_netns(home)
+            except OSError as error:
+                raise Stranded(f"cannot leave the network namespace: {error.strerror}") from error
+    finally:
+        os.close(home)
+
+
+def _set_netns(netns: int) -> None:
+    if sys.version_info >= (3, 12):
+        os.setns(netns, CLONE_NEWNET)
+    else:
+        _call("setns", netns, CLONE_NEWNET)
 
 
 def _pass_capabilities_on() -> None:

@@ -69,6 +69,14 @@ def foreign_owner(netns: int) -> int | None:
     return owner
 
 
+def is_foreign(netns: int) -> bool:
+    """Tell whether a user namespace that is not ours owns a namespace."""
+    owner = foreign_owner(netns)
+    if owner is not None:
+        os.close(owner)
+    return owner is not None
+
+
 def _ioctl(descriptor: int, request: int) -> int:
     from fcntl import ioctl  # captured pods only
 

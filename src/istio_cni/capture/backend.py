@@ -1,0 +1,72 @@
+"""Which back end programs a namespace: iptables, or nf_tables directly.
+
+`auto` takes iptables where the node has it, since people and tools look at `iptables-save`. Two
+things overrule that: rules of ours that nf_tables holds here already, and a namespace that belongs
+to another user namespace, where iptables' owner matches can only be loaded from within. Every
+choice has its reason, for logs and explanations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from istio_cni.edge import netlink
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.rules.config import CaptureConfig
+from istio_cni.rules.nftables import FAMILY, TABLES
+
+AUTO, IPTABLES, NFTABLES = "auto", "iptables", "nftables"
+_IPTABLES = frozenset(netlink.IPTABLES_TABLES)
+
+
+class Choice(NamedTuple):
+    """A back end, and why it was taken; unless `sure`, another one may be tried after it."""
+
+    name: str
+    reason: str
+    sure: bool = True
+
+
+class Report(NamedTuple):
+    """What a run did: the back end and why, what it changed (none: all was in place).
+
+    `variants` names the variant of iptables per family's program; empty for nftables.
+    """
+
+    variants: dict[str, str]
+    changed: list[str]
+    backend: str = ""
+    reason: str = ""
+
+
+def choose(net: Netfilter, config: CaptureConfig, *, foreign: bool = False) -> Choice:
+    """Choose for the present namespace; `foreign` if another user namespace owns it."""
+    if config.backend != AUTO:
+        return Choice(config.backend, "asked for by name")
+    if config.iptables_variant:
+        return Choice(IPTABLES, f"the variant {config.iptables_variant} is asked for by name")
+    if ours_native(netlink.tables()):
+        return Choice(NFTABLES, "rules of ours are in nf_tables here already")
+    if foreign:
+        return Choice(NFTABLES, "the network namespace belongs to another user namespace")
+    found = net.any_program()
+    if not found:
+        return Choice(NFTABLES, f"no iptables-restore in {net.search_path}")
+    return Choice(IPTABLES, f"{found} is there", sure=False)
+
+
+def ours_native(tables: tuple[netlink.Listed, ...]) -> dict[str, str]:
+    """Return our own tables among those listed, with their comments."""
+    names = TABLES.values()
+    return {
+        table.name: table.comment
+        for table in tables
+        if table.family == FAMILY and table.name in names
+    }
+
+
+def may_hold_iptables(tables: tuple[netlink.Listed, ...]) -> bool:
+    """Tell whether a variant of iptables has tables here that may hold rules of ours."""
+    if any((table.family, table.name) in _IPTABLES for table in tables):
+        return True
+    return any(netlink.legacy_tables(family) for family in (4, 6))

@@ -1,0 +1,68 @@
+"""The nftables back end: a configuration as the one batch that programs it, and the proof of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from istio_cni.capture import routing
+from istio_cni.capture.backend import NFTABLES, Report, may_hold_iptables
+from istio_cni.capture.detect import resolve_owners
+from istio_cni.capture.session import REFUSE, REWRITE, Log, changing
+from istio_cni.edge import netlink
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.rules import nfnetlink
+from istio_cni.rules.config import CaptureConfig
+from istio_cni.rules.nftables import TABLES, complete
+from istio_cni.rules.sidecar import generate
+
+
+class Wanted(NamedTuple):
+    """The messages that make our tables, and the fingerprint that they carry as a comment."""
+
+    messages: tuple[nfnetlink.Message, ...]
+    comment: str
+
+
+def compile_rules(config: CaptureConfig) -> Wanted:
+    """Turn a configuration into what the kernel is to hold. Raises InvalidParameter."""
+    messages = nfnetlink.messages(complete(generate(resolve_owners(config))))
+    return Wanted(messages, nfnetlink.fingerprint(messages))
+
+
+def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existing: str) -> Report:
+    """Commit our tables, and remove what iptables holds where nothing is uncaptured by it.
+
+    That is before the commit if our tables were there already, else after it.
+    """
+    wanted = compile_rules(config)
+    with changing(net, log) as session:
+        if existing == REFUSE:
+            session.refuse_programs_rules()
+            session.refuse_native(wanted.comment)
+        captured = bool(session.native)
+        if captured:
+            session.remove_programs_rules()
+        session.route(routing.wanted(config))
+        session.commit(wanted.messages, wanted.comment, rewrite=existing == REWRITE)
+        if not captured:
+            session.remove_programs_rules()
+        return Report({}, session.changed, NFTABLES, reason)
+
+
+def difference(net: Netfilter, config: CaptureConfig) -> str:
+    """Return the first thing in which our tables differ from what is wanted, or "".
+
+    That iptables holds rules of ours, too, is a difference.
+    """
+    from istio_cni.rules import nfdump  # CHECK only
+
+    wanted = compile_rules(config)
+    with netlink.Ruleset() as kernel:
+        present = nfdump.read(kernel.dump(tuple(TABLES.values())))
+        tables = kernel.listed()
+    found = nfdump.difference(present, wanted.messages)
+    if found or not may_hold_iptables(tables):
+        return found
+    from istio_cni.capture import iptables  # where iptables has tables
+
+    return iptables.leftover(net)

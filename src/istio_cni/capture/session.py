@@ -1,0 +1,163 @@
+"""One change to a namespace, alone: the lock, what is there, addresses and routes, our own tables.
+
+Only one session at a time works in a namespace. What it did to addresses and routes is taken back
+when it fails; our nf_tables tables change in one batch, which needs no way back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from istio_cni import constants
+from istio_cni.capture import routing
+from istio_cni.capture.backend import may_hold_iptables, ours_native
+from istio_cni.edge import netlink
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netns import hold_apply_lock
+from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.rules.nftables import FAMILY
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from socket import socket
+
+    from istio_cni.rules.nfnetlink import Message
+
+Log = Callable[[str, str], None]
+REFUSE, REPLACE, REWRITE = "refuse", "replace", "rewrite"  # what to do with rules of ours
+ROLLBACK_S = constants.ROLLBACK_RESERVE_S + 0.5  # and the time to tell
+SETTLE_TRIES, SETTLE_PAUSE_S = 5, 0.01
+
+
+class Session:
+    """A change to a namespace in which iptables holds nothing."""
+
+    def __init__(self, net: Netfilter, log: Log, tables: tuple[netlink.Listed, ...]) -> None:
+        self.net = net
+        self.log = log
+        self.changed: list[str] = []
+        self.tables = tables
+        self.native = ours_native(tables)
+        self.native_made = False
+        self.former_routing: routing.Routing | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.revert(error)
+
+    def refuse_unread(self) -> None:
+        """Raise if there may be rules of ours that cannot be read."""
+
+    def remove_programs_rules(self) -> None:
+        """Remove what we have programmed through iptables."""
+
+    def refuse_programs_rules(self) -> None:
+        """Refuse to replace what we have programmed through iptables."""
+
+    def refuse_native(self, comment: str) -> None:
+        """Refuse to replace tables of ours that another configuration made."""
+        for name, other in self.native.items():
+            if other != comment:
+                raise ProgrammingFailed(
+                    f"other rules of ours are in place: {FAMILY} {name}; "
+                    "replace them with --reconcile"
+                )
+
+    def route(self, target: routing.Routing) -> None:
+        """Make addresses, policy rules and routes what is wanted."""
+        with netlink.Route() as route:
+            present = routing.read(route, target)
+            if not routing.difference(present, target):
+                return
+            self.former_routing = present
+            routing.apply(route, present, target)
+        self.changed.append("addresses and routes")
+
+    def commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool = False) -> None:
+        """Make our tables hold these rules and nothing else, in one batch; nothing if they do.
+
+        `comment` is their fingerprint. Where it cannot be told whether a batch was carried out, or
+        the tables were not as they were read, they are read again, a few times.
+        """
+        from istio_cni.rules.nfnetlink import transaction  # the nftables back end only
+
+        had = bool(self.native)
+        with netlink.Ruleset() as kernel:
+            for _ in range(SETTLE_TRIES):
+                if not rewrite and self._holds(kernel, wanted, comment):
+                    return
+                try:
+                    kernel.commit(transaction(wanted, present=self.native, comment=comment))
+                except netlink.Unsettled as unsettled:
+                    self.log("debug", f"{unsettled.msg}; looking again")
+                    time.sleep(SETTLE_PAUSE_S)
+                    self.native = ours_native(kernel.listed())
+                    continue
+                self.native = dict.fromkeys((message.table for message in wanted), comment)
+                self.native_made = bool(wanted) and not had
+                self.changed.append("nf_tables")
+                return
+        raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
+
+    def remove_native(self) -> None:
+        """Remove our tables, if there are any."""
+        if self.native:
+            self.commit((), "")
+
+    def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
+        names = {message.table for message in wanted}
+        if self.native != dict.fromkeys(names, comment):
+            return False
+        if not names:
+            return True
+        from istio_cni.rules import nfdump  # a second run only
+
+        return not nfdump.difference(nfdump.read(kernel.dump(sorted(names))), wanted)
+
+    def revert(self, error: BaseException) -> None:
+        """Bring addresses and routes back to what they were."""
+        if self.former_routing is None:
+            return
+        try:
+            with netlink.Route() as route:
+                routing.revert(route, self.former_routing)
+        except IstioCNIError as second:
+            lost = f"addresses and routes could not be restored ({second.msg})"
+            raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error says, in a line."""
+    return error.msg if isinstance(error, IstioCNIError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def locked(net: Netfilter) -> Iterator[socket]:
+    """Keep every other session of ours out of the present namespace."""
+    lock = hold_apply_lock(net.deadline)
+    try:
+        yield lock
+    finally:
+        lock.close()
+
+
+@contextmanager
+def changing(net: Netfilter, log: Log) -> Iterator[Session]:
+    """Work alone in the present namespace; what the block does is undone if it fails.
+
+    Programs are started only where iptables has tables.
+    """
+    with locked(net) as lock:
+        tables = netlink.tables()
+        session = Session(net, log, tables)
+        if may_hold_iptables(tables):
+            from istio_cni.capture.transaction import Run  # not where nf_tables is all there is
+
+            session = Run(net, log, tables, lock)
+        with session:
+            yield session

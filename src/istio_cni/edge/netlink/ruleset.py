@@ -1,0 +1,152 @@
+"""Our nf_tables tables: what is there, read message by message, and batches that change it.
+
+A batch is carried out whole or not at all, both address families and all tables. The socket belongs
+to the namespace in which it was opened, so it must be opened inside and may be used anywhere.
+
+Source: include/uapi/linux/netfilter/nf_tables.h, net/netfilter/nfnetlink.c
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections import namedtuple
+
+from istio_cni.edge.netlink.messages import DUMP, Refused
+from istio_cni.edge.netlink.tables import (
+    BATCH_BEGIN,
+    BATCH_END,
+    FAMILY_NAMES,
+    NF_TABLES,
+    Nftables,
+    NoNftables,
+    message,
+)
+from istio_cni.errors import ProgrammingFailed
+from istio_cni.rules.netlink import (
+    DELTABLE,
+    GETCHAIN,
+    GETRULE,
+    GETSET,
+    GETSETELEM,
+    GETTABLE,
+    NEWCHAIN,
+    NEWRULE,
+    NEWSET,
+    NEWSETELEM,
+    NEWTABLE,
+    attributes,
+    comment,
+    string,
+    text,
+)
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from istio_cni.rules.nfnetlink import Message
+
+_TABLE_NAME, _TABLE_USERDATA = 1, 6
+_INET = "inet"
+_BODY = 4  # where attributes begin, after nfgenmsg
+# Something changed meanwhile, or nobody can tell: replies were lost, a signal came.
+_UNSETTLED = (errno.ERESTART, errno.EINTR, errno.EAGAIN, errno.ENOBUFS)
+
+
+class Unsettled(ProgrammingFailed):
+    """Whether a batch was carried out, or why not, shows only when the tables are read again."""
+
+
+class Listed(namedtuple("Listed", ("family", "name", "comment"))):
+    """A table: its family (`ip`, `inet`, …), name and comment, "" for none."""
+
+    __slots__ = ()
+    family: str
+    name: str
+    comment: str
+
+
+class Ruleset(Nftables):
+    """The tables of the namespace of the thread that makes this; a context manager."""
+
+    def listed(self) -> tuple[Listed, ...]:
+        """List all tables. Raises NoNftables."""
+        found = []
+        self.generation()  # tells a kernel without nf_tables from other trouble
+        for reply in self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP)):
+            said = dict(attributes(reply, _BODY))
+            family = FAMILY_NAMES.get(reply[0], str(reply[0]))
+            said_of = comment(said.get(_TABLE_USERDATA, b""))
+            found.append(Listed(family, text(said[_TABLE_NAME]), said_of))
+        return tuple(found)
+
+    def dump(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
+        """Return these `inet` tables as the messages that would make them: operation, attributes.
+
+        Tables, chains, sets and their elements, rules, in this order.
+        """
+        found = self._all(NEWTABLE, GETTABLE, tables) + self._all(NEWCHAIN, GETCHAIN, tables)
+        for table in tables:
+            name = string(1, table)
+            sets = self._all(NEWSET, GETSET, (table,), name)
+            found += sets
+            for _, body in sets:
+                one = name + string(2, text(dict(attributes(body))[2]))
+                found += self._all(NEWSETELEM, GETSETELEM, (table,), one)
+        for table in tables:
+            found += self._all(NEWRULE, GETRULE, (table,), string(1, table))
+        return found
+
+    def _all(
+        self, makes: int, asks: int, tables: Collection[str], about: bytes = b""
+    ) -> list[tuple[int, bytes]]:
+        """List objects of some tables; none if there is nothing of the kind."""
+        request = message(asks, DUMP, _INET, about)
+        try:
+            replies = self.ask("reading our nf_tables tables", *request)
+        except Refused as refused:
+            if refused.errno != errno.ENOENT:
+                raise
+            return []
+        bodies = (reply[_BODY:] for reply in replies)
+        return [(makes, body) for body in bodies if text(dict(attributes(body))[1]) in tables]
+
+    def commit(self, batch: Sequence[Message]) -> None:
+        """Carry out all messages or none.
+
+        Raises Unsettled if the tables must be looked at again first, else ProgrammingFailed with
+        the message that the kernel refused and why.
+        """
+        frame = struct.pack("!BBH", 0, 0, NF_TABLES)
+        inner = [message(one.kind, one.flags, _INET, one.body) for one in batch]
+        framed = [(BATCH_BEGIN, 0, frame), *inner, (BATCH_END, 0, frame)]
+        try:
+            self.batch("programming nf_tables", framed)
+        except Refused as refused:
+            raise _explained(refused, batch) from refused
+
+
+def _explained(refused: Refused, batch: Sequence[Message]) -> ProgrammingFailed:
+    place = -1 if refused.place is None else refused.place - 1
+    known = 0 <= place < len(batch)
+    gone = known and batch[place].kind == DELTABLE and refused.errno == errno.ENOENT
+    made = known and batch[place].kind == NEWTABLE and refused.errno == errno.EEXIST
+    if gone or made or refused.errno in _UNSETTLED:
+        return Unsettled(f"nf_tables has changed meanwhile: {refused.msg}")
+    if not known:
+        return refused
+    # the kernel counts what it finds out in the end as an error of the first message
+    where = "the rules as a whole, or " if place == 0 else ""
+    why = os.strerror(refused.errno)
+    return ProgrammingFailed(f"nf_tables refuses {where}{batch[place].about}: {why}")
+
+
+def tables() -> tuple[Listed, ...]:
+    """List the tables of the calling thread's namespace; none where the kernel has no nf_tables."""
+    try:
+        with Ruleset() as kernel:
+            return kernel.listed()
+    except NoNftables:
+        return ()

@@ -1,0 +1,81 @@
+"""What netlink messages are made of: attributes, and the operations of nf_tables.
+
+An attribute is a length, a number and a payload, padded to four bytes; a payload may be attributes
+again. Packed and unpacked here, no kernel needed.
+
+Source: include/uapi/linux/netlink.h, netfilter/nf_tables.h
+"""
+
+from __future__ import annotations
+
+import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NEWTABLE, GETTABLE, DELTABLE = 0, 1, 2
+NEWCHAIN, GETCHAIN, DELCHAIN = 3, 4, 5
+NEWRULE, GETRULE = 6, 7
+NEWSET, GETSET = 9, 10
+NEWSETELEM, GETSETELEM = 12, 13
+GETGEN = 16
+
+NESTED = 0x8000
+_KIND_BITS = 0x3FFF  # of an attribute's number; the others say "nested" and "network order"
+_HEAD = struct.Struct("=HH")
+_PADDING = (b"", b"\0\0\0", b"\0\0", b"\0")
+
+
+def attribute(kind: int, payload: bytes) -> bytes:
+    """Pack one attribute, padded to four bytes."""
+    size = 4 + len(payload)
+    return _HEAD.pack(size, kind) + payload + _PADDING[size & 3]
+
+
+def nested(kind: int, *parts: bytes) -> bytes:
+    """Pack an attribute of attributes."""
+    return attribute(kind | NESTED, b"".join(parts))
+
+
+def string(kind: int, value: str) -> bytes:
+    """Pack a NUL-terminated string; bytes that were no UTF-8 when read go back as they were."""
+    return attribute(kind, value.encode(errors="surrogateescape") + b"\0")
+
+
+def attributes(data: bytes, at: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Unpack the attributes from offset `at` on: number and payload."""
+    while at + 4 <= len(data):
+        size, kind = _HEAD.unpack_from(data, at)
+        yield kind & _KIND_BITS, data[at + 4 : at + size]
+        at += max(padded(size), 4)
+
+
+def padded(size: int) -> int:
+    """Round a length up to the next multiple of four."""
+    return (size + 3) & ~3
+
+
+def text(raw: bytes) -> str:
+    """Decode a NUL-terminated string; bytes that are not UTF-8 survive the way back."""
+    return raw.partition(b"\0")[0].decode(errors="surrogateescape")
+
+
+_USER_DATA_COMMENT = 0
+
+
+def pack_comment(kind: int, comment: str) -> bytes:
+    """Pack the user data by which nf_tables objects carry a comment, at most 254 bytes."""
+    raw = comment.encode() + b"\0"
+    return attribute(kind, bytes((_USER_DATA_COMMENT, len(raw))) + raw)
+
+
+def comment(user_data: bytes) -> str:
+    """Return the comment among an object's user data, "" if there is none."""
+    at = 0
+    while at + 2 <= len(user_data):
+        kind, size = user_data[at : at + 2]
+        if kind == _USER_DATA_COMMENT:
+            return text(user_data[at + 2 : at + 2 + size])
+        at += 2 + size
+    return ""
