@@ -87,11 +87,9 @@ def clean_up(path: str, **how: Any) -> Outcome:
 def check(
     path: str, wanted: CaptureConfig, variants: dict[str, str], *, only: object = SEARCH_PATH
 ) -> str:
-    """Return the first difference that CHECK would name in the namespace at `path`.
-
-    Without variants, in what nf_tables holds by our own back end.
-    """
-    backend = apply.IPTABLES if variants else apply.NFTABLES
+    """Return the first difference that CHECK would name in the namespace at `path`."""
+    native = wanted.backend == apply.NFTABLES
+    backend = apply.NFTABLES if native else apply.IPTABLES
 
     def work(inside: namespaces.Inside) -> object:
         net = Netfilter(deadline=time.monotonic() + TIME_S, search_path=str(only))

@@ -245,7 +245,7 @@ def test_each_candidate_is_named_when_none_works(netns: str, tmp_path: Path) -> 
     break_both(tmp_path, "-nft", NO_NFT)
     break_both(tmp_path, "-legacy", NO_NAT)
     with pytest.raises(NoUsableBackend) as failure:
-        program(netns, config(), only=tmp_path)
+        program(netns, config(BACKEND="iptables"), only=tmp_path)
     message = failure.value.msg
     assert message.startswith("no usable iptables (iptables-nft: iptables-nft-restore failed")
     assert "Could not fetch rule set generation id: Invalid argument" in message
@@ -259,7 +259,7 @@ def test_each_candidate_is_named_when_none_works(netns: str, tmp_path: Path) -> 
 def test_missing_programs_are_to_be_installed(netns: str, tmp_path: Path) -> None:
     """Where there is no iptables at all, kernel modules are not the thing to look for."""
     with pytest.raises(NoUsableBackend, match=r"install iptables where this runs$"):
-        program(netns, config(), only=tmp_path)
+        program(netns, config(BACKEND="iptables"), only=tmp_path)
 
 
 @variants

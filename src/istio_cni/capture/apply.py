@@ -97,12 +97,12 @@ def check(net: Netfilter, config: CaptureConfig, backend: str, variants: dict[st
 
 def may_start_programs(backend: str = NFTABLES) -> bool:
     """Tell whether work in the present namespace by a back end would start programs of iptables."""
-    return backend != NFTABLES or may_hold_iptables(netlink.tables())
+    return backend != NFTABLES or may_hold_iptables(netlink.nft_tables())
 
 
 def holders(net: Netfilter) -> tuple[str, dict[str, str]]:
     """Return which back end holds rules of ours here, and in which variant per family's program."""
-    if ours_native(netlink.tables()):
+    if ours_native(netlink.nft_tables()):
         return NFTABLES, {}
     from istio_cni.capture import iptables  # a CHECK without a record
 

@@ -45,7 +45,7 @@ def choose(net: Netfilter, config: CaptureConfig, *, foreign: bool = False) -> C
         return Choice(config.backend, "asked for by name")
     if config.iptables_variant:
         return Choice(IPTABLES, f"the variant {config.iptables_variant} is asked for by name")
-    if ours_native(netlink.tables()):
+    if ours_native(netlink.nft_tables()):
         return Choice(NFTABLES, "rules of ours are in nf_tables here already")
     if foreign:
         return Choice(NFTABLES, "the network namespace belongs to another user namespace")

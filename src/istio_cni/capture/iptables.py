@@ -55,7 +55,7 @@ def prepare(config: CaptureConfig) -> Ruleset:
 def difference(net: Netfilter, config: CaptureConfig, variants: dict[str, str]) -> str:
     """Return the first thing in which iptables' tables differ from what is wanted, or ""."""
     ruleset = prepare(config)
-    for name in ours_native(netlink.tables()):
+    for name in ours_native(netlink.nft_tables()):
         return f"{FAMILY} {name}: the table is unexpected"
     for family in Family:
         target = tables_of.wanted(ruleset, family)

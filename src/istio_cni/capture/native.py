@@ -59,7 +59,7 @@ def difference(net: Netfilter, config: CaptureConfig) -> str:
     wanted = compile_rules(config)
     with netlink.Ruleset() as kernel:
         present = nfdump.read(kernel.dump(tuple(TABLES.values())))
-        tables = kernel.listed()
+        tables = kernel.tables()
     found = nfdump.difference(present, wanted.messages)
     if found or not may_hold_iptables(tables):
         return found

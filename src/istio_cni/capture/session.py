@@ -96,7 +96,7 @@ class Session:
                 except netlink.Unsettled as unsettled:
                     self.log("debug", f"{unsettled.msg}; looking again")
                     time.sleep(SETTLE_PAUSE_S)
-                    self.native = ours_native(kernel.listed())
+                    self.native = ours_native(kernel.tables())
                     continue
                 self.native = dict.fromkeys((message.table for message in wanted), comment)
                 self.native_made = bool(wanted) and not had
@@ -153,7 +153,7 @@ def changing(net: Netfilter, log: Log) -> Iterator[Session]:
     Programs are started only where iptables has tables.
     """
     with locked(net) as lock:
-        tables = netlink.tables()
+        tables = netlink.nft_tables()
         session = Session(net, log, tables)
         if may_hold_iptables(tables):
             from istio_cni.capture.transaction import Run  # not where nf_tables is all there is

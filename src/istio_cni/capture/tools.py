@@ -92,7 +92,7 @@ def _has_tables(variant: str, family: Family) -> bool:
     if variant == "legacy":
         return not _TABLES.isdisjoint(netlink.legacy_tables(family.value))
     tables = netlink.nft_tables()
-    return any(kind == NFT_FAMILY[family] and name in _TABLES for kind, name in tables)
+    return any(table.family == NFT_FAMILY[family] and table.name in _TABLES for table in tables)
 
 
 def kept(held: dict[str, Held], forced: str) -> str:

@@ -252,7 +252,7 @@ class Run(Session):
 
     def _forget_native(self) -> None:
         """Take back the tables that this session has made, now that iptables captures again."""
-        self.native = ours_native(netlink.tables())
+        self.native = ours_native(netlink.nft_tables())
         self.remove_native()
 
     def _now(self, tool: Tool) -> State:
@@ -272,7 +272,7 @@ class Run(Session):
 @contextmanager
 def running(net: Netfilter, log: Log) -> Iterator[Run]:
     """Work alone in the present namespace, with iptables at hand; a failure undoes it all."""
-    with locked(net) as lock, Run(net, log, netlink.tables(), lock) as run:
+    with locked(net) as lock, Run(net, log, netlink.nft_tables(), lock) as run:
         yield run
 
 

@@ -17,9 +17,10 @@ from istio_cni.edge.netlink.route import (
     PolicyRule,
     Route,
 )
-from istio_cni.edge.netlink.ruleset import Listed, Ruleset, Unsettled, tables
+from istio_cni.edge.netlink.ruleset import Ruleset, Unsettled
 from istio_cni.edge.netlink.tables import (
     IPTABLES_TABLES,
+    Listed,
     Nftables,
     legacy_tables,
     nft_tables,
@@ -42,5 +43,4 @@ __all__ = [
     "namespace_cookie",
     "nft_tables",
     "sweep_empty_tables",
-    "tables",
 ]

@@ -11,16 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import struct
-from collections import namedtuple
 
 from istio_cni.edge.netlink.messages import DUMP, Refused
 from istio_cni.edge.netlink.tables import (
     BATCH_BEGIN,
     BATCH_END,
-    FAMILY_NAMES,
     NF_TABLES,
     Nftables,
-    NoNftables,
     message,
 )
 from istio_cni.errors import ProgrammingFailed
@@ -37,7 +34,6 @@ from istio_cni.rules.netlink import (
     NEWSETELEM,
     NEWTABLE,
     attributes,
-    comment,
     string,
     text,
 )
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
 
     from istio_cni.rules.nfnetlink import Message
 
-_TABLE_NAME, _TABLE_USERDATA = 1, 6
 _INET = "inet"
 _BODY = 4  # where attributes begin, after nfgenmsg
 # Something changed meanwhile, or nobody can tell: replies were lost, a signal came.
@@ -59,28 +54,8 @@ class Unsettled(ProgrammingFailed):
     """Whether a batch was carried out, or why not, shows only when the tables are read again."""
 
 
-class Listed(namedtuple("Listed", ("family", "name", "comment"))):
-    """A table: its family (`ip`, `inet`, …), name and comment, "" for none."""
-
-    __slots__ = ()
-    family: str
-    name: str
-    comment: str
-
-
 class Ruleset(Nftables):
     """The tables of the namespace of the thread that makes this; a context manager."""
-
-    def listed(self) -> tuple[Listed, ...]:
-        """List all tables. Raises NoNftables."""
-        found = []
-        self.generation()  # tells a kernel without nf_tables from other trouble
-        for reply in self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP)):
-            said = dict(attributes(reply, _BODY))
-            family = FAMILY_NAMES.get(reply[0], str(reply[0]))
-            said_of = comment(said.get(_TABLE_USERDATA, b""))
-            found.append(Listed(family, text(said[_TABLE_NAME]), said_of))
-        return tuple(found)
 
     def dump(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
         """Return these `inet` tables as the messages that would make them: operation, attributes.
@@ -141,12 +116,3 @@ def _explained(refused: Refused, batch: Sequence[Message]) -> ProgrammingFailed:
     where = "the rules as a whole, or " if place == 0 else ""
     why = os.strerror(refused.errno)
     return ProgrammingFailed(f"nf_tables refuses {where}{batch[place].about}: {why}")
-
-
-def tables() -> tuple[Listed, ...]:
-    """List the tables of the calling thread's namespace; none where the kernel has no nf_tables."""
-    try:
-        with Ruleset() as kernel:
-            return kernel.listed()
-    except NoNftables:
-        return ()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections import namedtuple
 
 from istio_cni.edge.netlink.messages import DUMP, Netlink, Refused
 from istio_cni.errors import IOFailure
@@ -24,6 +25,7 @@ from istio_cni.rules.netlink import (
     GETTABLE,
     attribute,
     attributes,
+    comment,
     string,
     text,
 )
@@ -37,7 +39,7 @@ NF_TABLES = 10  # subsystem
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
 _NONREC = 0x100  # delete it only if nothing is in it
 _GENERATION = 1
-_TABLE_NAME, _TABLE_USE = 1, 3
+_TABLE_NAME, _TABLE_USE, _TABLE_USERDATA = 1, 3, 6
 _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY, _CHAIN_USE = 1, 3, 4, 5, 6
 _ACCEPT = 1
 _FAMILIES = {"inet": 1, "ip": 2, "arp": 3, "netdev": 5, "bridge": 7, "ip6": 10}
@@ -45,6 +47,15 @@ FAMILY_NAMES = {number: name for name, number in _FAMILIES.items()}
 _UNSUPPORTED = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.EOPNOTSUPP)
 # In use by now, changed meanwhile, already gone, owned by a running process.
 _LEFT_ALONE = (errno.EBUSY, errno.ERESTART, errno.ENOENT, errno.EPERM)
+
+
+class Listed(namedtuple("Listed", ("family", "name", "comment"))):
+    """A table: its family (`ip`, `inet`, …), name and comment, "" for none."""
+
+    __slots__ = ()
+    family: str
+    name: str
+    comment: str
 
 
 class NoNftables(Exception):
@@ -72,14 +83,16 @@ class Nftables(Netlink):
             raise NoNftables from refused
         return _value(_said(reply)[_GENERATION])
 
-    def tables(self) -> tuple[tuple[str, str], ...]:
-        """List all tables: family (`ip`, `inet`, …) and name."""
+    def tables(self) -> tuple[Listed, ...]:
+        """List all tables."""
         self.generation()  # tells a kernel without nf_tables from other trouble
-        replies = self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP))
-        return tuple(
-            (FAMILY_NAMES.get(reply[0], str(reply[0])), text(_said(reply)[_TABLE_NAME]))
-            for reply in replies
-        )
+        found = []
+        for reply in self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP)):
+            said = _said(reply)
+            family = FAMILY_NAMES.get(reply[0], str(reply[0]))
+            about = comment(said.get(_TABLE_USERDATA, b""))
+            found.append(Listed(family, text(said[_TABLE_NAME]), about))
+        return tuple(found)
 
     def idle_chains(self, family: str, table: str) -> tuple[str, ...] | None:
         """Name the chains of a table that does nothing; None if it does something, or is absent.
@@ -125,8 +138,8 @@ class Nftables(Netlink):
         return True
 
 
-def nft_tables() -> tuple[tuple[str, str], ...]:
-    """List the nf_tables tables of the calling thread's namespace: family and name."""
+def nft_tables() -> tuple[Listed, ...]:
+    """List the nf_tables tables of the calling thread's namespace."""
     try:
         with Nftables() as nftables:
             return nftables.tables()
