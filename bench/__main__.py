@@ -19,7 +19,7 @@ from typing import NoReturn
 from e2e.cluster import ClusterFailed
 
 from . import pods, programs
-from .cases import BUDGETS, VARIANTS, Case, cases
+from .cases import BASES, BUDGETS, NATIVE, VARIANTS, Case, cases
 from .figures import FLOOR, figures, table
 from .node import PATH, Node
 from .process import BenchFailed
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         node.close()
-    rows = figures(samples, BUDGETS)
+    rows = figures(samples, BUDGETS, BASES)
     for row in rows:
         sys.stdout.write(f"{row.to_json()}\n")
     if sys.stderr.isatty():
@@ -121,7 +121,7 @@ def _wanted(found: Sequence[Case], words: Sequence[str] | None) -> list[Case]:
 
 
 def _variants() -> list[str]:
-    """Return the variants of iptables that are here; say what is missing."""
+    """Return the variants of iptables that are here, and nftables; say what is missing."""
     missing = "ip" if shutil.which("ip", path=PATH) is None else ""
     if os.geteuid() != 0 or missing:
         _say(f"captured pods are left out: they need {missing or 'root'}")
@@ -134,7 +134,10 @@ def _variants() -> list[str]:
             _say(f"captured pods with {variant} are left out: {', '.join(absent)} not found")
         else:
             present.append(variant)
-    return present
+    if shutil.which("nft", path=PATH) is None:
+        _say("rows with nftables are left out: nft not found, which is compared with")
+        return present
+    return [*present, NATIVE]
 
 
 def _progress(number: int, rounds: int) -> None:

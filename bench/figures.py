@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 FLOOR = "floor"
-COLUMNS = ("row", "median ms", "p90 ms", "ratio", "budget", "")
+COLUMNS = ("row", "median ms", "p90 ms", "ratio", "budget", "", "to")
 
 
 class Figure(NamedTuple):
-    """One row of a run; `ratio` is its median over the floor's, `budget` the ratio allowed."""
+    """One row of a run; `ratio` is its median over that of `base`, `budget` the ratio allowed."""
 
     name: str
     median_ms: float
     p90_ms: float
     ratio: float
     budget: float | None
+    base: str = FLOOR
 
     @property
     def ok(self) -> bool:
@@ -36,6 +38,7 @@ class Figure(NamedTuple):
             "median_ms": round(self.median_ms, 3),
             "p90_ms": round(self.p90_ms, 3),
             "ratio": round(self.ratio, 3),
+            "to": self.base,
             "budget": self.budget,
             "ok": self.ok,
         }
@@ -43,17 +46,23 @@ class Figure(NamedTuple):
 
 
 def figures(
-    samples: Mapping[str, Sequence[float]], budgets: Mapping[str, float]
+    samples: Mapping[str, Sequence[float]],
+    budgets: Mapping[str, float],
+    bases: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Figure, ...]:
-    """Judge the samples (seconds) of each row, which must include the floor's, in their order."""
-    floor = statistics.median(samples[FLOOR])
+    """Judge the samples (seconds) of each row, in their order.
+
+    `bases` names the row that a row is compared with, where that is not the floor.
+    """
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
     return tuple(
         Figure(
             name,
-            median_ms=1e3 * statistics.median(taken),
+            median_ms=1e3 * medians[name],
             p90_ms=1e3 * percentile(taken, 90),
-            ratio=statistics.median(taken) / floor,
+            ratio=medians[name] / medians[bases.get(name, FLOOR)],
             budget=budgets.get(name),
+            base=bases.get(name, FLOOR),
         )
         for name, taken in samples.items()
     )
@@ -86,4 +95,5 @@ def _cells(row: Figure) -> tuple[str, ...]:
         f"{row.ratio:.2f}",
         budget,
         verdict,
+        "" if row.base == FLOOR else row.base,
     )

@@ -70,6 +70,11 @@ def rules(netns: str, variant: str) -> str:
     return "".join(_ip("netns", "exec", name, program) for program in programs)
 
 
+def native_rules(netns: str) -> str:
+    """Return what nf_tables holds in a namespace, as nft lists it."""
+    return _ip("netns", "exec", os.path.basename(netns), "nft", "-s", "list", "ruleset")
+
+
 def _end(server: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
         server.communicate(timeout=TIMEOUT_S)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from hashlib import sha256
 from ipaddress import IPv6Network, ip_network
 from typing import NamedTuple
@@ -251,10 +252,12 @@ def _is_owner(kind: MatchKind) -> bool:
     return kind in (MatchKind.OWNER_UID, MatchKind.OWNER_GID)
 
 
+@cache
 def _protocol(name: str) -> tuple[bytes, ...]:
     return _load_meta(_META_L4PROTO), _compare(bytes((_L4PROTO[name],)))
 
 
+@cache
 def _family(family: Family) -> tuple[bytes, ...]:
     return _load_meta(_META_NFPROTO), _compare(bytes((_NFPROTO[family],)))
 
@@ -395,22 +398,27 @@ def _expression(name: str, *parts: bytes) -> bytes:
     return nested(1, string(1, name), nested(2, *parts))
 
 
+@cache
 def _load_meta(key: int) -> bytes:
     return _expression("meta", _be32(2, key), _be32(1, 1))
 
 
+@cache
 def _set_meta(key: int) -> bytes:
     return _expression("meta", _be32(2, key), _be32(3, 1))
 
 
+@cache
 def _load_ct(key: int) -> bytes:
     return _expression("ct", _be32(2, key), _be32(1, 1))
 
 
+@cache
 def _set_ct(key: int) -> bytes:
     return _expression("ct", _be32(2, key), _be32(4, 1))
 
 
+@cache
 def _payload(base: int, offset: int, size: int) -> bytes:
     return _expression("payload", _be32(1, 1), _be32(2, base), _be32(3, offset), _be32(4, size))
 
@@ -435,6 +443,7 @@ def _immediate(raw: bytes) -> bytes:
     return _expression("immediate", _be32(1, 1), _value(2, raw))
 
 
+@cache
 def _verdict(code: int, chain: str = "") -> bytes:
     inner = _be32(1, code) + (string(2, chain) if chain else b"")
     return _expression("immediate", _be32(1, 0), nested(2, nested(2, inner)))

@@ -198,22 +198,21 @@ def _name(chain: str) -> str:
     return chain.lower().replace("_", "-")
 
 
-_ORDER = (
-    MatchKind.IN_INTERFACE,
-    MatchKind.OUT_INTERFACE,
-    MatchKind.PROTOCOL,
-    MatchKind.CONNTRACK_STATE,
-    MatchKind.SOURCE,
-    MatchKind.DESTINATION,
-    MatchKind.SOURCE_PORT,
-    MatchKind.DESTINATION_PORT,
-    MatchKind.OWNER_UID,
-    MatchKind.OWNER_GID,
-    MatchKind.MARK,
-    MatchKind.CONNECTION_MARK,
-)
 _ADDRESSES = (MatchKind.SOURCE, MatchKind.DESTINATION)
 _PORTS = (MatchKind.SOURCE_PORT, MatchKind.DESTINATION_PORT)
+
+
+def _ranks(*headers: MatchKind) -> dict[MatchKind, int]:
+    """Return where each kind of match stands in a rule, given the order of those of headers."""
+    first = (MatchKind.IN_INTERFACE, MatchKind.OUT_INTERFACE)
+    early = (MatchKind.PROTOCOL, MatchKind.CONNTRACK_STATE)
+    owners, marks = (MatchKind.OWNER_UID, MatchKind.OWNER_GID), (MatchKind.MARK,)
+    order = (*first, *early, *headers, *owners, *marks, MatchKind.CONNECTION_MARK)
+    return {kind: rank for rank, kind in enumerate(order)}
+
+
+_RANKS = _ranks(*_ADDRESSES, *_PORTS)
+_RANKS_RAW = _ranks(*_PORTS, *_ADDRESSES)
 
 
 def _lowered(rule: Rule) -> NftRule:
@@ -225,8 +224,7 @@ def _lowered(rule: Rule) -> NftRule:
     protocol = next((match.name for match in matches if isinstance(match, Protocol)), "")
     if not kinds.isdisjoint(_PORTS) and not _spells_protocol(rule, protocol, kinds):
         matches = [match for match in matches if not isinstance(match, Protocol)]
-    order = _PORTS + _ADDRESSES if rule.table is Table.RAW else _ADDRESSES + _PORTS
-    ranks = {kind: rank for rank, kind in enumerate((*_ORDER[:4], *order, *_ORDER[8:]))}
+    ranks = _RANKS_RAW if rule.table is Table.RAW else _RANKS
     matches.sort(key=lambda match: ranks[match.kind])
     index = None if rule.position is None else rule.position - 1
     ordered = tuple(map(_with_set, matches))

@@ -26,6 +26,14 @@ def test_a_ratio_is_of_medians_of_the_same_run() -> None:
     assert free.ratio == pytest.approx(90.0)
 
 
+def test_a_row_may_be_compared_with_another_than_the_floor() -> None:
+    """The row says which."""
+    _, fast, slow, _ = figures(SAMPLES, BUDGETS, {"slow": "fast"})
+    assert (fast.base, slow.base) == ("floor", "fast")
+    assert slow.ratio == pytest.approx(1.05)
+    assert slow.ok
+
+
 def test_a_budget_is_kept_up_to_its_very_value() -> None:
     """And a row without one is for information."""
     assert [row.ok for row in figures(SAMPLES, BUDGETS)] == [True, True, False, True]
@@ -49,6 +57,7 @@ def test_a_row_is_one_json_object_a_line() -> None:
         "median_ms": 70.123,
         "p90_ms": 80.0,
         "ratio": 6.3,
+        "to": "floor",
         "budget": 6.3,
         "ok": False,
     }
@@ -57,9 +66,9 @@ def test_a_row_is_one_json_object_a_line() -> None:
 
 def test_the_table_says_which_rows_are_over() -> None:
     """A line a row, columns aligned, no verdict without a budget."""
-    head, *lines = table(figures(SAMPLES, BUDGETS)).splitlines()
-    assert head.split() == ["row", "median", "ms", "p90", "ms", "ratio", "budget"]
-    assert [line.split()[-1] for line in lines] == ["1.00", "ok", "over", "90.00"]
+    head, *lines = table(figures(SAMPLES, BUDGETS, {"slow": "fast"})).splitlines()
+    assert head.split() == ["row", "median", "ms", "p90", "ms", "ratio", "budget", "to"]
+    assert [line.split()[-1] for line in lines] == ["1.00", "ok", "fast", "90.00"]
     assert len({line.index(".") for line in lines}) == 1
 
 
@@ -67,9 +76,10 @@ def test_budgets_are_those_of_rows() -> None:
     """A budget under a misspelt name would never be judged."""
     place = cases.node.Node()
     try:
-        found = cases.cases("plugin", "floor", "static", cases.VARIANTS, place)
+        variants = (*cases.VARIANTS, cases.NATIVE)
+        found = cases.cases("plugin", "floor", "static", variants, place)
     finally:
         place.close()
     rows = [row for case in found for row in case.rows]
     assert len(rows) == len(set(rows))
-    assert set(cases.BUDGETS) <= set(rows)
+    assert {*cases.BUDGETS, *cases.BASES, *cases.BASES.values()} <= set(rows)
