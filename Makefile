@@ -2,12 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+N ?= 300
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test e2e bench bundle unit netns fmt lint types layers check lock ci clean
+.PHONY: help setup demo test e2e bench bundle unit netns equivalence fmt lint types layers check lock ci clean
 
 help: ## list the targets
-	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/' | expand -t 20
 
 # -- for users -----------------------------------------------------------------
 
@@ -36,6 +37,9 @@ unit: $(VENV)/.setup-dev ## tests that need no root
 
 netns: $(VENV)/.setup-dev ## tests in network namespaces (root)
 	@$(BIN)/pytest tests/netns
+
+equivalence: $(VENV)/.setup-dev ## both back ends against N configurations' connections (root)
+	@EQUIVALENCE_CONFIGURATIONS=$(N) $(BIN)/pytest tests/netns/test_equivalence.py
 
 fmt: $(VENV)/.setup-dev ## format the code
 	@$(BIN)/ruff format .
