@@ -54,7 +54,7 @@ class Session:
         """Raise if there may be rules of ours that cannot be read."""
 
     def remove_programs_rules(self) -> None:
-        """Remove what we have programmed through iptables."""
+        """Remove what we have programmed through iptables; warn of what cannot be read."""
 
     def refuse_programs_rules(self) -> None:
         """Refuse to replace what we have programmed through iptables."""
@@ -88,20 +88,21 @@ class Session:
 
         had = bool(self.native)
         with netlink.Ruleset() as kernel:
+            if not rewrite and self._holds(kernel, wanted, comment):
+                return
+            self.changed.append("nf_tables")
+            self.native_made = bool(wanted) and not had
             for _ in range(SETTLE_TRIES):
-                if not rewrite and self._holds(kernel, wanted, comment):
-                    return
                 try:
                     kernel.commit(transaction(wanted, present=self.native, comment=comment))
+                    self.native = dict.fromkeys((message.table for message in wanted), comment)
+                    return
                 except netlink.Unsettled as unsettled:
                     self.log("debug", f"{unsettled.msg}; looking again")
                     time.sleep(SETTLE_PAUSE_S)
                     self.native = ours_native(kernel.tables())
-                    continue
-                self.native = dict.fromkeys((message.table for message in wanted), comment)
-                self.native_made = bool(wanted) and not had
-                self.changed.append("nf_tables")
-                return
+                if self._holds(kernel, wanted, comment):
+                    return
         raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
 
     def remove_native(self) -> None:

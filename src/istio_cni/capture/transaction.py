@@ -61,12 +61,9 @@ class Run(Session):
             self.net.keep = None
             raise
         self.held = {family: each.held for family, each in found.items()}
-        self.unread = [
-            reason
-            for each in found.values()
-            for reason in each.unread.values()
-            if not reason.missing  # nobody can have programmed with it here
-        ]
+        unread = [reason for each in found.values() for reason in each.unread.values()]
+        self.unread = [reason for reason in unread if not reason.missing]
+        self.missing = [reason for reason in unread if reason.missing]
         for reason in self.unread:
             self.log("warn", f"rules that may be here cannot be read and stay: {reason.msg}")
         return self
@@ -93,7 +90,13 @@ class Run(Session):
                     )
 
     def remove_programs_rules(self) -> None:
-        """Remove our objects from every variant, and the tables that are empty then."""
+        """Remove our objects from every variant, and the tables that are empty then.
+
+        Where there is no program to read a variant's tables, somebody with a program of their own
+        may have put rules of ours there.
+        """
+        for reason in self.missing:
+            self.log("warn", f"iptables has tables here that cannot be read: {reason.msg}")
         self.remove_ours(keep=set())
         self.sweep()
 

@@ -64,7 +64,7 @@ class Netlink:
         self.close()
 
     def close(self) -> None:
-        """Close the socket; after deletions in nf_tables that takes a grace period, 7 to 20 ms."""
+        """Close the socket."""
         self._socket.close()
 
     def ask(self, doing: str, kind: int, flags: int, body: bytes) -> list[bytes]:

@@ -11,11 +11,14 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from _thread import start_new_thread
+from contextlib import suppress
 
 from istio_cni.edge.netlink.messages import DUMP, Refused
 from istio_cni.edge.netlink.tables import (
     BATCH_BEGIN,
     BATCH_END,
+    MODULES,
     NF_TABLES,
     Nftables,
     message,
@@ -57,6 +60,19 @@ class Unsettled(ProgrammingFailed):
 class Ruleset(Nftables):
     """The tables of the namespace of the thread that makes this; a context manager."""
 
+    _has_deleted = False
+
+    def close(self) -> None:
+        """Close the socket; after deletions on a thread of its own, which waits for the kernel.
+
+        That takes a grace period, 7 to 20 ms, in which whoever programmed has better things to do.
+        """
+        if self._has_deleted:
+            with suppress(RuntimeError):  # no more threads, the interpreter ends
+                start_new_thread(super().close, ())
+                return
+        super().close()
+
     def dump(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
         """Return these `inet` tables as the messages that would make them: operation, attributes.
 
@@ -97,6 +113,7 @@ class Ruleset(Nftables):
         frame = struct.pack("!BBH", 0, 0, NF_TABLES)
         inner = [message(one.kind, one.flags, _INET, one.body) for one in batch]
         framed = [(BATCH_BEGIN, 0, frame), *inner, (BATCH_END, 0, frame)]
+        self._has_deleted |= any(one.kind == DELTABLE for one in batch)
         try:
             self.batch("programming nf_tables", framed)
         except Refused as refused:
@@ -110,9 +127,11 @@ def _explained(refused: Refused, batch: Sequence[Message]) -> ProgrammingFailed:
     made = known and batch[place].kind == NEWTABLE and refused.errno == errno.EEXIST
     if gone or made or refused.errno in _UNSETTLED:
         return Unsettled(f"nf_tables has changed meanwhile: {refused.msg}")
+    missing = refused.errno in (errno.ENOENT, errno.EOPNOTSUPP)
+    hint = f"; the kernel needs the modules {MODULES}" if missing else ""
     if not known:
-        return refused
+        return ProgrammingFailed(f"{refused.msg}{hint}")
     # the kernel counts what it finds out in the end as an error of the first message
     where = "the rules as a whole, or " if place == 0 else ""
     why = os.strerror(refused.errno)
-    return ProgrammingFailed(f"nf_tables refuses {where}{batch[place].about}: {why}")
+    return ProgrammingFailed(f"nf_tables refuses {where}{batch[place].about}: {why}{hint}")

@@ -16,7 +16,7 @@ import struct
 from collections import namedtuple
 
 from istio_cni.edge.netlink.messages import DUMP, Netlink, Refused
-from istio_cni.errors import IOFailure
+from istio_cni.errors import IOFailure, ProgrammingFailed
 from istio_cni.rules.netlink import (
     DELCHAIN,
     DELTABLE,
@@ -34,6 +34,7 @@ IPTABLES_TABLES = tuple(
     (family, table) for family in ("ip", "ip6") for table in ("nat", "mangle", "raw", "filter")
 )
 
+MODULES = "nf_tables, nft_chain_nat, nft_ct, nft_redir, nft_tproxy"
 _NETLINK_NETFILTER = 12
 NF_TABLES = 10  # subsystem
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
@@ -58,8 +59,11 @@ class Listed(namedtuple("Listed", ("family", "name", "comment"))):
     comment: str
 
 
-class NoNftables(Exception):
-    """The kernel has no nf_tables; never leaves this module's functions."""
+class NoNftables(ProgrammingFailed):
+    """The kernel has no nf_tables: an error only for whoever wants to program it."""
+
+    def __init__(self) -> None:
+        super().__init__(f"the kernel has no nf_tables; it needs the modules {MODULES}")
 
 
 class Nftables(Netlink):
@@ -71,7 +75,7 @@ class Nftables(Netlink):
         except Refused as refused:
             if refused.errno not in _UNSUPPORTED:
                 raise
-            raise NoNftables from refused
+            raise NoNftables() from refused
 
     def generation(self) -> int:
         """Read the number that each change in this namespace increases."""
@@ -80,7 +84,7 @@ class Nftables(Netlink):
         except Refused as refused:
             if refused.errno not in _UNSUPPORTED:
                 raise
-            raise NoNftables from refused
+            raise NoNftables() from refused
         return _value(_said(reply)[_GENERATION])
 
     def tables(self) -> tuple[Listed, ...]:
