@@ -29,8 +29,15 @@ from istio_cni.rules.nfnetlink import Message
 from istio_cni.rules.nftables import FAMILY, TABLES, rule_text
 
 Attributes: TypeAlias = dict[int, bytes]
-Sets: TypeAlias = "dict[tuple[str, str | int], list[str]]"
-"""Elements of sets, by table and by the number or the name under which rules know them."""
+Sets: TypeAlias = "dict[tuple[str, str | int], Set]"
+"""Sets by table, and by the number or the name under which rules know them."""
+
+
+class Set(NamedTuple):
+    """A set: its flags, and its elements in words."""
+
+    flags: int
+    elements: list[str]
 
 
 class Chain(NamedTuple):
@@ -91,9 +98,9 @@ def _table_difference(
     table: str, present: State | None, target: State | None, texts: dict[tuple[str, str, int], str]
 ) -> str:
     if present is None or target is None:
-        return (
-            "" if present is target else f": the table is {'unexpected' if present else 'missing'}"
-        )
+        if present is target:
+            return ""
+        return ": the table is unexpected" if present else ": the table is missing"
     if present.dormant:
         return ": the table is dormant"
     for name, chain in target.chains.items():
@@ -102,17 +109,10 @@ def _table_difference(
             return f" {name}: the chain is missing"
         if here.hook != chain.hook:
             return f" {name}: {here.hook or 'no hook'} instead of {chain.hook or 'no hook'}"
-        for number, rule in enumerate(chain.rules, 1):
-            wanted = texts[table, name, number]
-            if number > len(here.rules):
-                return f" {name} rule {number}: missing `{wanted}`"
-            if here.rules[number - 1] != rule:
-                return (
-                    f" {name} rule {number}: {_shown(here.rules[number - 1])} instead of `{wanted}`"
-                )
-        if len(here.rules) > len(chain.rules):
-            extra = here.rules[len(chain.rules)]
-            return f" {name} rule {len(chain.rules) + 1}: unexpected {_shown(extra)}"
+        wanted = [texts[table, name, number] for number in range(1, len(chain.rules) + 1)]
+        found = _rule_difference(here.rules, chain.rules, wanted)
+        if found:
+            return f" {name} {found}"
     for name in present.chains:
         if name not in target.chains:
             return f" {name}: unexpected chain"
@@ -194,15 +194,24 @@ def _add_elements(sets: Sets, kind: int, said: Attributes) -> None:
     table, name = text(said[1]), text(said[2])
     number = said.get(10 if kind == NEWSET else 4)
     key: tuple[str, str | int] = (table, name if "%" not in name else _number(number or b""))
-    elements = sets.setdefault(key, [])
-    if kind == NEWSETELEM:
-        elements += (_element(dict(attributes(raw))) for _, raw in attributes(said[3]))
+    if kind == NEWSET:
+        sets[key] = Set(_number(said.get(3, b"")), [])
+    elif key in sets:
+        elements = sets[key].elements
+        listed = (raw for _, raw in attributes(said.get(3, b"")))
+        elements += (_element(dict(attributes(raw))) for raw in listed)
         elements.sort()
 
 
 def _element(said: Attributes) -> str:
-    value = f"0x{_data(said[1])}"
-    return f"{value} end" if _number(said.get(3, b"")) & 1 else value
+    """Write an element: its key, whether it ends an interval, and whatever else there is."""
+    key = f"0x{_data(said.pop(1))}" if 1 in said else "*"
+    end = " end" if _number(said.pop(3, b"")) & 1 else ""
+    return f"{key}{end}{_rest(said)}"
+
+
+def _rest(said: Attributes) -> str:
+    return "".join(f" {number}={value.hex()}" for number, value in sorted(said.items()))
 
 
 def _data(raw: bytes) -> str:
@@ -211,6 +220,7 @@ def _data(raw: bytes) -> str:
 
 # -- expressions -------------------------------------------------------------------------------
 
+_ANONYMOUS_CONSTANT, _INTERVAL = 3, 4  # flags of the sets that rules bring along
 _META = {
     3: "mark",
     6: "iifname",
@@ -235,8 +245,7 @@ def _expression(raw: bytes, table: str, sets: Sets) -> str:
         words = _look_up(said, table, sets)
     else:
         words = _WRITERS[name](said) if name in _WRITERS else name
-    rest = (f" {number}={value.hex()}" for number, value in sorted(said.items()))
-    return words + "".join(rest)
+    return words + _rest(said)
 
 
 def _take(said: Attributes, kind: int) -> int:
@@ -269,8 +278,12 @@ def _payload(said: Attributes) -> str:
 def _bitwise(said: Attributes) -> str:
     if _number(said.get(6, b"")) == 0:  # the kernel names the default operation
         said.pop(6, None)
-    source, target, _ = _take(said, 1), _take(said, 2), _take(said, 3)
-    mask, xor = _data(said.pop(4)), _data(said.pop(5))
+    source, target = _take(said, 1), _take(said, 2)
+    if not {4, 5} <= said.keys():  # not one of ours: a shift, or between two registers
+        return f"bitwise reg {target} = reg {source}"
+    size, mask, xor = said.pop(3, b""), _data(said.pop(4)), _data(said.pop(5))
+    if 2 * _number(size) != len(mask):
+        said[3] = size
     return f"bitwise reg {target} = ( reg {source} & 0x{mask} ) ^ 0x{xor}"
 
 
@@ -294,9 +307,10 @@ def _range(said: Attributes) -> str:
 def _look_up(said: Attributes, table: str, sets: Sets) -> str:
     name, number = text(said.pop(1)), said.pop(4, b"")
     register, inverted = _take(said, 2), _take(said, 5)
-    elements = sets.get((table, name if "%" not in name else _number(number)), [])
+    found = sets.get((table, name if "%" not in name else _number(number)), Set(0, []))
     word = "not in" if inverted & 1 else "in"
-    return f"lookup reg {register} {word} {{ {', '.join(elements)} }}"
+    odd = "" if found.flags & ~_INTERVAL == _ANONYMOUS_CONSTANT else f" set flags {found.flags:#x}"
+    return f"lookup reg {register} {word}{odd} {{ {', '.join(found.elements)} }}"
 
 
 def _immediate(said: Attributes) -> str:

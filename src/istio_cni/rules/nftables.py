@@ -259,13 +259,23 @@ def _mended(rules: Iterable[NftRule]) -> Iterator[NftRule]:
 
 
 def _folded(rules: Iterable[NftRule]) -> Iterator[NftRule]:
-    """Make one rule with a set of many in a row that differ in one value only."""
-    for key, run in groupby(rules, _but_one_value):
-        alike = list(run)
-        if key is None or len(alike) <= FOLD_ABOVE:
-            yield from alike
-        else:
-            yield _one_rule(alike)
+    """Make one rule with a set of many that differ in one value only.
+
+    Among rules in a row that do the same, order does not matter: these need not be neighbours.
+    """
+    for _, group in groupby(rules, lambda rule: rule.verdict):
+        run = list(group)
+        alike: dict[object, list[NftRule]] = {}
+        for rule in run:
+            alike.setdefault(_but_one_value(rule), []).append(rule)
+        alike.pop(None, None)
+        long = {key: some for key, some in alike.items() if len(some) > FOLD_ABOVE}
+        for rule in run:
+            some = long.get(_but_one_value(rule)) if long else None
+            if some is None:
+                yield rule
+            elif rule is some[0]:
+                yield _one_rule(some)
 
 
 def _but_one_value(rule: NftRule) -> object:
@@ -299,17 +309,19 @@ def _one_rule(alike: list[NftRule]) -> NftRule:
 
 
 def _owners_folded(rule: NftRule) -> NftRule:
-    """Make one match with a set of a rule's many negated ones."""
-    if not all(isinstance(match, Owner) and match.negate for match in rule.matches):
+    """Make one match with a set of a rule's many negated ones; names that are no ids yet stay."""
+    if not all(_is_stranger(match) for match in rule.matches):
         return rule
     return rule._replace(matches=(_one_of(rule.matches),))
+
+
+def _is_stranger(match: NftMatch) -> bool:
+    return isinstance(match, Owner) and match.negate and _is_number(match)
 
 
 def _within_limit(rule: NftRule) -> NftRule:
     """Leave a rule as the reference writes it, unless no kernel would take it."""
     owners = [match for match in rule.matches if isinstance(match, Owner)]
-    if len(owners) < FOLD_ABOVE or not all(map(_is_number, owners)):
-        return rule
     size = sum(3 if "-" in owner.id else 2 for owner in owners)
     return _owners_folded(rule) if size + 2 > EXPRESSIONS_MAX else rule
 
@@ -387,11 +399,7 @@ def render_complete(tables: Iterable[NftTable], comment: str) -> str:
 
 def _table_lines(table: NftTable, *, quote: bool) -> Iterator[str]:
     for chain in table.chains:
-        hook = HOOKS.get((table.name, chain))
-        base = (
-            f" {{ type {hook.type} hook {hook.name} priority {hook.priority} ; }}" if hook else ""
-        )
-        yield f"add chain {FAMILY} {table.name} {chain}{base}"
+        yield f"add chain {FAMILY} {table.name} {chain}{_hook_text(table.name, chain)}"
     for rule in table.rules:
         where = f"{FAMILY} {table.name} {rule.chain}"
         text = rule_text(table.name, rule, quote=quote)

@@ -14,7 +14,7 @@ import struct
 from _thread import start_new_thread
 from contextlib import suppress
 
-from istio_cni.edge.netlink.messages import DUMP, Refused
+from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
     BATCH_BEGIN,
     BATCH_END,
@@ -76,8 +76,17 @@ class Ruleset(Nftables):
     def dump(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
         """Return these `inet` tables as the messages that would make them: operation, attributes.
 
-        Tables, chains, sets and their elements, rules, in this order.
+        Tables, chains, sets and their elements, rules, in this order. These are several lists: if
+        anything changes meanwhile, all are read again, `DUMP_TRIES` times in all.
         """
+        for _ in range(DUMP_TRIES):
+            before = self.generation()
+            found = self._dump_once(tables)
+            if self.generation() == before:
+                return found
+        raise ProgrammingFailed(f"nf_tables changed each of {DUMP_TRIES} times it was read")
+
+    def _dump_once(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
         found = self._all(NEWTABLE, GETTABLE, tables) + self._all(NEWCHAIN, GETCHAIN, tables)
         for table in tables:
             name = string(1, table)

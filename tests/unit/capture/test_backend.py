@@ -1,0 +1,58 @@
+"""Which back end is chosen where nothing has to be asked, and what counts as ours."""
+
+from __future__ import annotations
+
+import pytest
+
+from istio_cni.capture.backend import (
+    IPTABLES,
+    NFTABLES,
+    Choice,
+    choose,
+    may_hold_iptables,
+    ours_native,
+)
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netlink import Listed
+from istio_cni.rules.config import CaptureConfig
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("variant", ["", "nft", "legacy"])
+@pytest.mark.parametrize("name", [IPTABLES, NFTABLES])
+def test_a_back_end_asked_for_by_name_is_taken(name: str, variant: str, foreign: bool) -> None:
+    """Whatever else is asked for, wherever it is; no other one is tried after it."""
+    config = CaptureConfig(backend=name, iptables_variant=variant)
+    net = Netfilter(deadline=0, search_path="/nowhere")
+    assert choose(net, config, foreign=foreign) == Choice(name, "asked for by name", sure=True)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@pytest.mark.parametrize("variant", ["nft", "legacy"])
+def test_a_variant_asked_for_by_name_means_iptables(variant: str, foreign: bool) -> None:
+    """Also where it is not there: then its absence is the error."""
+    net = Netfilter(deadline=0, search_path="/nowhere")
+    assert choose(net, CaptureConfig(iptables_variant=variant), foreign=foreign) == Choice(
+        IPTABLES, f"the variant {variant} is asked for by name", sure=True
+    )
+
+
+def test_our_tables_are_told_by_family_and_name() -> None:
+    """With what their comments say, in the order in which they are listed."""
+    tables = (
+        Listed("inet", "istio-proxy-raw", "istio-cni 2"),
+        Listed("ip", "istio-proxy-nat", "istio-cni 1"),
+        Listed("inet", "istio-proxy", ""),
+        Listed("inet", "filter", ""),
+        Listed("inet", "istio-proxy-nat", ""),
+    )
+    found = ours_native(tables)
+    assert [*found.items()] == [("istio-proxy-raw", "istio-cni 2"), ("istio-proxy-nat", "")]
+    assert ours_native(()) == {}
+
+
+@pytest.mark.parametrize("family", ["ip", "ip6"])
+@pytest.mark.parametrize("name", ["nat", "mangle", "raw", "filter"])
+def test_tables_of_iptables_may_hold_rules_of_ours(family: str, name: str) -> None:
+    """Those that iptables-nft makes, among others, whoever made them."""
+    assert may_hold_iptables((Listed("inet", "x", ""), Listed(family, name, "")))
