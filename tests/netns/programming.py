@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from istio_cni.capture import apply
-from istio_cni.capture.settings import read_settings
 from istio_cni.capture.session import Log
+from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import SEARCH_PATH, Netfilter
 from istio_cni.rules.config import CaptureConfig

@@ -18,32 +18,13 @@ from cases import CASES
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.model import Table
 from istio_cni.rules.sidecar import generate
-from netns.equivalence import (
-    ALIKE,
-    KNOWN,
-    NOBODY,
-    OTHER_LOOPBACK,
-    PLAIN,
-    PROBES,
-    SECOND,
-    STRANGER,
-    STRAY_ICMP,
-    STRAY_TCP,
-    UDP,
-    Configuration,
-    Difference,
-    Pod,
-    Probe,
-    Run,
-    beside_defaults,
-    draw,
-    kind_of,
-    marked,
-    report,
-    shrink,
-    two_pods,
-    unexpected,
-)
+from netns.equivalence.comparison import Difference, Run, kind_of, unexpected
+from netns.equivalence.configurations import PLAIN, Configuration, draw
+from netns.equivalence.known import ALIKE, KNOWN
+from netns.equivalence.places import NOBODY, OTHER_LOOPBACK, SECOND, STRANGER
+from netns.equivalence.pods import Pod, two_pods
+from netns.equivalence.probes import PROBES, STRAY_ICMP, STRAY_TCP, UDP, Probe, marked
+from netns.equivalence.report import beside_defaults, report, shrink
 from netns.programming import ALL_DNS, TPROXY, config, program
 from netns.traffic import APPLICATION, OUTSIDE, POD, PROXY
 
