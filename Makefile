@@ -20,8 +20,11 @@ demo: setup ## capture a pod through a real CNI chain and prove it with connecti
 test: $(VENV)/.setup-dev ## unit tests, and with root the tests in network namespaces
 	@$(BIN)/pytest
 
-bundle: $(VENV)/.setup-dev ## freeze the programs into dist/, as nodes and images get them
+bundle: dist/.made ## freeze the programs into dist/, as nodes and images get them
+
+dist/.made: $(VENV)/.setup-dev $(wildcard packaging/bundle.*) $(shell find src -name '*.py')
 	@$(BIN)/python packaging/bundle.py
+	@touch $@
 
 e2e: bundle ## the stories on a real node: kubelet, containerd, API server, Envoy (root, Go)
 	@packaging/setup --node
@@ -57,7 +60,7 @@ layers: $(VENV)/.setup-dev ## check who may import whom
 
 check: lint types layers unit ## all that needs no root
 
-ci: lint types layers test demo e2e ## what CI runs, in its order
+ci: lint types layers bundle test demo e2e ## what CI runs, in its order
 
 lock: ## pin the dependencies anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \

@@ -147,10 +147,10 @@ def smoke(folder: Path) -> None:
         }
         _run([plugin], env=env, stdin=json.dumps(config))
         _run([plugin], env={**env, "CNI_COMMAND": "CHECK"}, stdin=json.dumps(config))
-        if "-N ISTIO_OUTPUT" not in _run(
-            ["ip", "netns", "exec", netns, "iptables", "-t", "nat", "-S"]
-        ):
-            raise BundleFailed("an ADD succeeds and captures nothing")
+        clean_up = [str(folder / "istio-iptables"), "--cleanup-only", "--log_as_json"]
+        said = _run(["ip", "netns", "exec", netns, *clean_up], stderr=subprocess.STDOUT)
+        if "removed" not in said:
+            raise BundleFailed(f"an ADD succeeds and captures nothing: {said}")
 
 
 def smoke_agent(folder: Path) -> None:
@@ -172,13 +172,26 @@ def _netns() -> Iterator[str]:
         _run(["ip", "netns", "del", name])
 
 
-def _run(argv: list[str], *, env: Mapping[str, str] | None = None, stdin: str = "") -> str:
+def _run(
+    argv: list[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    stderr: int = subprocess.PIPE,
+) -> str:
     """Run a program and return what it prints; raises BundleFailed with all that it said."""
     done = subprocess.run(
-        argv, env=env, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=600
+        argv,
+        env=env,
+        input=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
     )
     if done.returncode != 0:
-        said = f"{done.stdout}{done.stderr}".strip()
+        said = f"{done.stdout}{done.stderr or ''}".strip()
         raise BundleFailed(f"{argv[0]} ended with status {done.returncode}:\n{said}")
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""The cluster that the stories stand on, made once and ended without a trace."""
+"""The clusters that the stories stand on, one a kind of node, ended without a trace."""
 
 from __future__ import annotations
 
@@ -14,22 +14,42 @@ from e2e.cluster import Cluster, ClusterFailed
 from e2e.cluster.node import PREFIX
 from e2e.install import INSTALLER, Mesh
 from e2e.mesh import PROXY, mesh_pod, validation_container
+from e2e.nodes import IPTABLES, KINDS, kinds_of
 
 HERE = Path(__file__).parent
 FIRST = "test_cluster.py"  # the ground the stories stand on, and without a mesh so far
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known by which a story says what nodes it runs on."""
+    config.addinivalue_line("markers", "nodes(*kinds): the kinds of node that a story runs on")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give a story a cluster of each kind of node that it runs on."""
+    if "cluster" in metafunc.fixturenames:
+        kinds = kinds_of(metafunc.definition.get_closest_marker("nodes"))
+        metafunc.parametrize("cluster", kinds, indirect=True, scope="session")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the stories; they run only when they are asked for, by path."""
+    """Mark the stories, those of one cluster in a row; they run only when asked for, by path."""
     asked = any(HERE in (path := Path(argument.split("::")[0]).resolve(), *path.parents)
                 for argument in config.args)  # fmt: skip
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
         item.add_marker(pytest.mark.e2e)
-    items.sort(key=lambda item: item in ours and item.path.name != FIRST)
+    items.sort(key=lambda item: _place(item) if item in ours else (-1, False))
     if not asked:
         items[:] = [item for item in items if item not in ours]
         config.hook.pytest_deselected(items=ours)
+
+
+def _place(item: pytest.Item) -> tuple[int, bool]:
+    """Return where a story comes: one cluster after the other, each one's ground first."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return KINDS.index(parameters.get("cluster", IPTABLES)), item.path.name != FIRST
 
 
 @pytest.fixture(scope="session")
@@ -43,13 +63,14 @@ def before() -> Iterator[leaks.Seen]:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, before: leaks.Seen) -> Iterator[Cluster]:
-    """Run a cluster of one node, Ready, without a mesh."""
+    """Run a cluster of one node of a kind, Ready, without a mesh."""
+    kind = request.param
     capture = request.config.pluginmanager.getplugin("capturemanager")
     try:
         with ExitStack() as stack:
             with capture.global_and_fixture_disabled():  # building takes minutes, and says so
-                running = stack.enter_context(Cluster.started())
-            request.config.stash.setdefault(TOOK, {}).update(running.took_s)
+                running = stack.enter_context(Cluster.started(iptables=kind == IPTABLES))
+            request.config.stash.setdefault(TOOK, {})[kind] = running.took_s
             yield running
     except ClusterFailed as error:
         pytest.exit(f"make e2e: {error}", returncode=1)
@@ -78,12 +99,11 @@ def mesh(cluster: Cluster, early: str) -> Mesh:
     return installed
 
 
-TOOK = pytest.StashKey[dict[str, float]]()
+TOOK = pytest.StashKey[dict[str, dict[str, float]]]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show how long the cluster took to start."""
-    took_s = terminalreporter.config.stash.get(TOOK, {})
-    if took_s:
+    """Show how long each cluster took to start."""
+    for kind, took_s in terminalreporter.config.stash.get(TOOK, {}).items():
         steps = ", ".join(f"{step} {spent_s:.1f} s" for step, spent_s in took_s.items())
-        terminalreporter.write_line(f"cluster: {sum(took_s.values()):.1f} s ({steps})")
+        terminalreporter.write_line(f"cluster, {kind}: {sum(took_s.values()):.1f} s ({steps})")

@@ -1,12 +1,13 @@
 """The images of the stories, made of what `make bundle` has frozen and of this machine's programs.
 
 They stand in for a registry: the node agent with the plugin's bundle, and a proxy with Envoy and
-istio-iptables, as injected pods have it.
+istio-iptables, as injected pods have it. Every cluster of a run gets the same ones.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 
 from e2e.cluster.image import Image
@@ -19,6 +20,7 @@ SBIN = Path("/usr/sbin")
 NAMES = ("", "-save", "-restore")
 
 
+@cache
 def installer() -> Image:
     """Return the DaemonSet's image: frozen install-cni, the plugin's bundle, iptables."""
     image = Image()
@@ -29,6 +31,7 @@ def installer() -> Image:
     return image
 
 
+@cache
 def proxy() -> Image:
     """Return the image of istio-proxy, istio-validation and istio-init."""
     image = Image()

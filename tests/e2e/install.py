@@ -69,6 +69,10 @@ class Mesh:
         """Return the lines of failed calls for a pod of this name."""
         return [line for line in self._lines(pod) if "code" in line]
 
+    def programmed(self, pod: str) -> list[dict[str, object]]:
+        """Return the lines that say what was programmed for a pod of this name."""
+        return [line for line in self._lines(pod) if str(line["msg"]).startswith("captured: ")]
+
     def _lines(self, pod: str) -> list[dict[str, object]]:
         text = self._cluster.node.path(f"/run/istio-cni/{LOG_FILE}").read_text()
         lines = [json.loads(line) for line in text.splitlines()]

@@ -10,7 +10,10 @@ from e2e.cluster import Cluster
 from e2e.cluster.addresses import OUTSIDE_ADDRESSES
 from e2e.install import Mesh
 from e2e.mesh import APP_PORT, METRICS_PORT, host_port, mesh_pod, plain_pod
+from e2e.nodes import on_every_node
 from e2e.traffic import V4, V6, captures, get
+
+pytestmark = on_every_node
 
 OUTSIDE_PORT = 8088
 EXCLUDED_PORT = 8099

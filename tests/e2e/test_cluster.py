@@ -17,9 +17,11 @@ import pytest
 from e2e import leaks
 from e2e.cluster import Cluster, ClusterFailed, janitor, needs
 from e2e.cluster.addresses import API_SERVICE, NODE_ADDRESSES, NODE_NAME
-from e2e.cluster.configs import STATIC_PODS
+from e2e.cluster.configs import PACKET_FILTERS, STATIC_PODS
+from e2e.cluster.needs import PATH
 from e2e.cluster.node import PREFIX, Node
 from e2e.mesh import APP_PORT, JSON, client_container, plain_pod, pod
+from e2e.nodes import on_bare_nodes, on_every_node
 from e2e.traffic import V4, V6, get, reaches
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -78,6 +80,7 @@ def is_running(pid: str) -> bool:
 # -- what pods get -------------------------------------------------------------------------------
 
 
+@on_every_node
 def test_the_node_is_ready(cluster: Cluster) -> None:
     """It has an address of each family."""
     status = cluster.get("node", NODE_NAME)["status"]
@@ -87,6 +90,7 @@ def test_the_node_is_ready(cluster: Cluster) -> None:
     assert inside == list(NODE_ADDRESSES)
 
 
+@on_every_node
 @pytest.mark.parametrize("family", [V4, V6])
 def test_pods_reach_each_other(cluster: Cluster, pods: tuple[str, str], family: int) -> None:
     """Over both families, in both directions."""
@@ -106,6 +110,7 @@ def test_exec_and_logs_work(cluster: Cluster, pods: tuple[str, str]) -> None:
     cluster.wait(lambda: "response:200" in cluster.logs(one, "app"), what="the request is logged")
 
 
+@on_every_node
 @pytest.mark.parametrize("family", [V4, V6])
 def test_services_work(cluster: Cluster, pods: tuple[str, str], family: int) -> None:
     """A pod reaches another, and the API server, by the address of a Service."""
@@ -154,6 +159,14 @@ def test_static_pods_come_and_go_with_their_manifest(cluster: Cluster) -> None:
     cluster.wait_ready(mirror)
     manifest.unlink()
     cluster.wait(lambda: not cluster.exists("pod", mirror), what=f"{mirror} is gone")
+
+
+@on_bare_nodes
+def test_a_bare_node_has_no_program_for_packet_filters(cluster: Cluster) -> None:
+    """Under none of their names; Services, which need one, show that kube-proxy sees its own."""
+    names = " -o ".join(f"-name {name!r}" for name in PACKET_FILTERS)
+    find = rf"find -H {PATH.replace(':', ' ')} -maxdepth 1 \( {names} \)"
+    assert cluster.node.succeed("sh", "-c", find) == ""
 
 
 # -- what fails and comes back ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from e2e.cluster import Cluster
 from e2e.cluster.addresses import API_SERVICE
 from e2e.cluster.configs import CONFLIST
 from e2e.install import NAMESPACE, Mesh
+from e2e.nodes import on_every_node
 from istio_cni.constants import VERSION
 
 BIN_DIR = "/opt/cni/bin"
@@ -60,6 +61,7 @@ def test_the_agent_has_no_right_that_it_does_not_need(cluster: Cluster, mesh: Me
     assert int(status.split()[1], 16) == 1 << chown | 1 << dac_override | 1 << fowner
 
 
+@on_every_node
 def test_the_node_has_the_plugin(cluster: Cluster, mesh: Mesh) -> None:
     """A bundle behind links, a kubeconfig that only root can read, one entry at the end."""
     links = cluster.node.succeed(
@@ -70,7 +72,7 @@ def test_the_node_has_the_plugin(cluster: Cluster, mesh: Mesh) -> None:
     assert re.fullmatch(rf"{re.escape(VERSION)}-[0-9a-f]{{8}}", current)
     said = cluster.node.succeed(f"{BIN_DIR}/istio-cni", "--version")
     assert said == f"istio-cni {VERSION}\n"
-    assert mesh.chain() == ["bridge", "portmap", "istio-cni"]
+    assert mesh.chain() == [*cluster.network, "istio-cni"]
 
 
 def test_the_kubeconfig_is_the_plugins_alone(cluster: Cluster, mesh: Mesh) -> None:

@@ -12,6 +12,7 @@ from e2e.cluster.addresses import NODE_NAME
 from e2e.cluster.configs import STATIC_PODS
 from e2e.install import Mesh
 from e2e.mesh import mesh_pod, plain_pod
+from e2e.nodes import on_every_node
 
 OUTSIDER, MEMBER = "outsider", "member"
 FIXED, FIXED_MEMBER = "fixed", "fixed-member"
@@ -92,6 +93,7 @@ def test_pods_outside_the_mesh_start_and_the_others_wait(
         cluster.wait(lambda mirror=mirror: not cluster.exists("pod", mirror), what="no mirror")
 
 
+@on_every_node
 def test_pods_go_while_the_api_server_is_away(cluster: Cluster, mesh: Mesh, restored: None) -> None:
     """A captured static pod is undone and its network freed: DEL asks nobody."""
     with open(manifest(cluster, LEAVING), "w") as file:

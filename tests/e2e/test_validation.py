@@ -13,6 +13,7 @@ from e2e.mesh import (
     mesh_pod,
     validation_container,
 )
+from e2e.nodes import on_every_node
 from e2e.traffic import V4, captures, get
 
 
@@ -33,6 +34,7 @@ def exit_code(status: JSON) -> object:
     return None
 
 
+@on_every_node
 def test_a_pod_from_before_the_plugin_is_found_out(
     cluster: Cluster, early: str, mesh: Mesh
 ) -> None:
@@ -45,6 +47,7 @@ def test_a_pod_from_before_the_plugin_is_found_out(
     cluster.delete("pod", early)
 
 
+@on_every_node
 def test_a_captured_pod_passes(cluster: Cluster, mesh: Mesh) -> None:
     """Its istio-validation ends with 0, without any right, and its other containers start."""
     cluster.apply(mesh_pod("validated", init=[validation_container()]))

@@ -165,6 +165,23 @@ def test_capture_by_both_is_mended(netns: str, variant: str) -> None:
         assert captures(netns) == set()
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_cannot_be_read_is_told(netns: str, tmp_path: Path, variant: str) -> None:
+    """Somebody with programs of their own was here, and the node has none: ours go, the rest stays.
+
+    An ADD warns of it; a clean-up does not claim to have removed it.
+    """
+    program(netns, by(variant))
+    outcome = program(netns, by(NATIVE), only=tmp_path)
+    assert any("iptables has tables here that cannot be read" in text for text in outcome.warnings)
+    assert check(netns, by(NATIVE), {}) != ""
+    with pytest.raises(ProgrammingFailed, match="cannot be read and stay"):
+        clean_up(netns, only=tmp_path)
+    assert native_tables(netns) == []
+    clean_up(netns)
+    assert captures(netns) == set()
+
+
 @pytest.mark.parametrize("order", [("iptables", NATIVE), (NATIVE, "iptables")], ids=" to ".join)
 def test_plugin_follows_the_configuration(
     node: Node, pod_netns: str, order: tuple[str, str]

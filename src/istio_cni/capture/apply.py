@@ -19,7 +19,7 @@ from istio_cni.capture.backend import (
 from istio_cni.capture.session import REFUSE, REPLACE, REWRITE, ROLLBACK_S, Log, changing
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
-from istio_cni.errors import NoUsableBackend
+from istio_cni.errors import NoUsableBackend, ProgrammingFailed
 from istio_cni.rules.config import CaptureConfig
 
 __all__ = [
@@ -71,7 +71,9 @@ def clean_up(net: Netfilter, log: Log) -> Report:
         session.remove_programs_rules()
         session.route(routing.NONE)
         session.remove_native()
-        return Report({}, session.changed)
+    for reason in session.missing:
+        raise ProgrammingFailed(f"rules that may be here cannot be read and stay: {reason.msg}")
+    return Report({}, session.changed)
 
 
 def check(net: Netfilter, config: CaptureConfig, backend: str, variants: dict[str, str]) -> str:

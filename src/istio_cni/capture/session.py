@@ -41,6 +41,8 @@ class Session:
         self.tables = tables
         self.native = ours_native(tables)
         self.native_made = False
+        self.target: dict[str, str] | None = None
+        self.missing: list[IstioCNIError] = []  # why tables of iptables cannot be read
         self.former_routing: routing.Routing | None = None
 
     def __enter__(self) -> Session:
@@ -54,7 +56,7 @@ class Session:
         """Raise if there may be rules of ours that cannot be read."""
 
     def remove_programs_rules(self) -> None:
-        """Remove what we have programmed through iptables; warn of what cannot be read."""
+        """Remove what we have programmed through iptables."""
 
     def refuse_programs_rules(self) -> None:
         """Refuse to replace what we have programmed through iptables."""
@@ -92,10 +94,11 @@ class Session:
                 return
             self.changed.append("nf_tables")
             self.native_made = bool(wanted) and not had
+            self.target = dict.fromkeys((message.table for message in wanted), comment)
             for _ in range(SETTLE_TRIES):
                 try:
                     kernel.commit(transaction(wanted, present=self.native, comment=comment))
-                    self.native = dict.fromkeys((message.table for message in wanted), comment)
+                    self.native = self.target
                     return
                 except netlink.Unsettled as unsettled:
                     self.log("debug", f"{unsettled.msg}; looking again")
@@ -120,9 +123,16 @@ class Session:
 
         return not nfdump.difference(nfdump.read(kernel.dump(sorted(names))), wanted)
 
+    def is_whole(self) -> bool:
+        """Tell whether all is done: our tables come last, and are what they are to be.
+
+        An interrupt may come after the batch was carried out.
+        """
+        return self.target is not None and self.target == ours_native(netlink.nft_tables())
+
     def revert(self, error: BaseException) -> None:
-        """Bring addresses and routes back to what they were."""
-        if self.former_routing is None:
+        """Bring addresses and routes back to what they were, unless all is done already."""
+        if self.former_routing is None or self.is_whole():
             return
         try:
             with netlink.Route() as route:

@@ -63,7 +63,7 @@ class Run(Session):
         self.held = {family: each.held for family, each in found.items()}
         unread = [reason for each in found.values() for reason in each.unread.values()]
         self.unread = [reason for reason in unread if not reason.missing]
-        self.missing = [reason for reason in unread if reason.missing]
+        self.missing += (reason for reason in unread if reason.missing)
         for reason in self.unread:
             self.log("warn", f"rules that may be here cannot be read and stay: {reason.msg}")
         return self
@@ -90,13 +90,7 @@ class Run(Session):
                     )
 
     def remove_programs_rules(self) -> None:
-        """Remove our objects from every variant, and the tables that are empty then.
-
-        Where there is no program to read a variant's tables, somebody with a program of their own
-        may have put rules of ours there.
-        """
-        for reason in self.missing:
-            self.log("warn", f"iptables has tables here that cannot be read: {reason.msg}")
+        """Remove our objects from every variant, and the tables that are empty then."""
         self.remove_ours(keep=set())
         self.sweep()
 
@@ -232,6 +226,8 @@ class Run(Session):
         The last change goes first, so that where one variant took over from the other there is
         always one that captures.
         """
+        if not self.native_made and self.is_whole():
+            return
         later = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, later)
         start, end = time.monotonic(), self.net.rollback_deadline

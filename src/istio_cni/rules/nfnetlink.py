@@ -123,7 +123,7 @@ def _table(table: NftTable) -> Iterator[Message]:
         places[rule.chain] = number = places.get(rule.chain, 0) + 1
         about = table.name, rule.chain, number, rule
         for match in rule.matches:
-            if isinstance(match, OneOf):
+            if isinstance(match, OneOf) and len(match.intervals) > 1:
                 sets += 1
                 for kind, body in _set(name, sets, match):
                     yield Message(kind, CREATE, body, *about)
@@ -334,6 +334,9 @@ def _look_up(match: OneOf, set_number: int) -> tuple[bytes, ...]:
     if match.family:
         size = _ADDRESS_KEYS[match.family][1]
         load = _payload(_NETWORK, _ADDRESS_OFFSET[match.kind, match.family], size)
+        if len(match.intervals) == 1:  # nft makes no set of one
+            low, high = (end.to_bytes(size, "big") for end in match.intervals[0])
+            return *_family(match.family), load, *_within(low, high, match.negate)
         return *_family(match.family), load, look_up
     if match.kind in _PORT_OFFSET:
         return _payload(_TRANSPORT, _PORT_OFFSET[match.kind], 2), look_up

@@ -449,7 +449,8 @@ def _match_text(match: NftMatch, protocol: str, owner: str, *, quote: bool) -> s
         case OneOf(kind=kind, intervals=intervals, family=family):
             values = ", ".join(_interval_text(each, family) for each in intervals)
             before = f"{_IP[family]} " if family else f"{protocol} " if kind in _PORTS else owner
-            return f"{before}{_WORDS[kind]} {bang}{{ {values} }}"
+            several = f"{{ {values} }}" if len(intervals) > 1 else values
+            return f"{before}{_WORDS[kind]} {bang}{several}"
 
 
 _IP = {Family.V4: "ip", Family.V6: "ip6"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import tempfile
 import time
@@ -23,6 +24,12 @@ BUSYBOX_IMAGE = "e2e/busybox:1"
 WAIT_S = 60.0
 KUBELET_HEALTH = ("busybox", "wget", "-qO-", "http://127.0.0.1:10248/healthz")
 FOLLOWERS = ("controller-manager", "scheduler", "kube-proxy")
+LISTINGS = {  # what shows the rules of each back end, and no other's
+    "nft": ("iptables-nft-save",),
+    "legacy": ("iptables-legacy-save",),
+    "nftables": ("nft", "list", "ruleset", "inet"),
+}
+OURS = re.compile("ISTIO_|istio-proxy-")  # chains of iptables, tables of nftables
 
 
 class Cluster:
@@ -31,9 +38,11 @@ class Cluster:
     node_addresses = NODE_ADDRESSES
     api_url = API_URL
 
-    def __init__(self, node: Node, programs: Path) -> None:
+    def __init__(self, node: Node, programs: Path, *, iptables: bool = True) -> None:
         self.node = node
         self.programs = programs
+        self.has_iptables = iptables
+        self.network = [str(plugin["type"]) for plugin in configs.network(iptables=iptables)]
         self.took_s: dict[str, float] = {}
         state = node.state
         self._commands = {
@@ -43,14 +52,15 @@ class Cluster:
             "controller-manager": components.controller_manager(state, programs),
             "scheduler": components.scheduler(state, programs),
             "kubelet": components.kubelet(state, programs),
-            "kube-proxy": components.kube_proxy(state, programs),
+            "kube-proxy": components.kube_proxy(state, programs, iptables=iptables),
         }
 
     @classmethod
     @contextmanager
-    def started(cls) -> Iterator[Self]:
+    def started(cls, *, iptables: bool = True) -> Iterator[Self]:
         """Make a cluster and end it; raises ClusterFailed that names all that is missing here.
 
+        Without `iptables` its node has no program for packet filters, and only kube-proxy sees one.
         Only one at a time runs on a machine: its kernel's connection tracking is shared.
         """
         cache = build.cache_dir()
@@ -60,9 +70,9 @@ class Cluster:
         with locked(cache / "run.lock"):
             started = time.monotonic()
             parent.mkdir(parents=True, exist_ok=True)
-            node = Node(parent)
+            node = Node(parent, iptables=iptables)
             try:
-                cluster = cls(node, programs)
+                cluster = cls(node, programs, iptables=iptables)
                 cluster.took_s["namespaces"] = time.monotonic() - started
                 cluster._start()
                 yield cluster
@@ -92,7 +102,7 @@ class Cluster:
         (etc / "containerd.toml").write_text(configs.containerd())
         (etc / "kubelet.yaml").write_text(configs.kubelet(self.node.state, self.node.cgroup))
         (etc / "proxy.yaml").write_text(configs.kube_proxy(self.node.state))
-        (etc / "conflist").write_text(configs.conflist())
+        (etc / "conflist").write_text(configs.conflist(iptables=self.has_iptables))
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:
@@ -244,16 +254,17 @@ class Cluster:
         raise ClusterFailed(f"no network namespace has the address {wanted} of {pod}")
 
     def rules(self, pod: str, namespace: str = "default") -> dict[str, str]:
-        """Return the rules in a pod's network namespace, by iptables variant."""
-        enter = ("ip", "netns", "exec", self.netns(pod, namespace))
-        return {
-            variant: self.node.succeed(*enter, f"iptables-{variant}-save")
-            for variant in ("nft", "legacy")
-        }
+        """Return the rules in a pod's network namespace, by variant of iptables or back end."""
+        netns = f"/run/netns/{self.netns(pod, namespace)}"
+        return {kind: self.node.look(netns, *command) for kind, command in LISTINGS.items()}
 
     def is_captured(self, pod: str, namespace: str = "default") -> bool:
         """Tell whether there are rules of the mesh in a pod's network namespace."""
-        return any("ISTIO_" in text for text in self.rules(pod, namespace).values())
+        return self.holders(pod, namespace) != []
+
+    def holders(self, pod: str, namespace: str = "default") -> list[str]:
+        """Return the back ends that hold rules of the mesh in a pod's network namespace."""
+        return [kind for kind, text in self.rules(pod, namespace).items() if OURS.search(text)]
 
     def addresses(self, pod: str, namespace: str = "default") -> list[str]:
         """Return a pod's addresses, IPv4 first."""

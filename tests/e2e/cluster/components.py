@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .addresses import API_URL, NODE_ADDRESSES, NODE_NAME, POD_RANGES, SERVICE_RANGES
+from .configs import USR
 
 ETCD = "http://127.0.0.1:2379"
 READY_URL = f"{API_URL}/readyz"
@@ -104,6 +105,13 @@ def kubelet(state: Path, programs: Path) -> list[str]:
     ]
 
 
-def kube_proxy(state: Path, programs: Path) -> list[str]:
-    """Return kube-proxy's command line."""
-    return [f"{programs}/kube-proxy", f"--config={state}/etc/proxy.yaml"]
+def kube_proxy(state: Path, programs: Path, *, iptables: bool) -> list[str]:
+    """Return kube-proxy's command line.
+
+    It needs nft, and sees the machine's programs where the node has none, as if out of an image.
+    """
+    command = [f"{programs}/kube-proxy", f"--config={state}/etc/proxy.yaml"]
+    if iptables:
+        return command
+    uncover = f'umount -l /{USR} && exec "$@"'
+    return ["unshare", "--mount", "--propagation", "private", "sh", "-c", uncover, "sh", *command]

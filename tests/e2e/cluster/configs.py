@@ -25,6 +25,8 @@ PAUSE_IMAGE = "e2e/pause:1"
 STATIC_PODS = "/etc/kubernetes/manifests"
 CONFLIST = "/etc/cni/net.d/10-e2e.conflist"
 COVERED = ("etc", "opt", "var")  # what the node writes there, the machine does not see
+USR = "usr"  # covered, too, on a node that is to lack some of them
+PACKET_FILTERS = ("*tables*", "nft")  # iptables-nft-restore, xtables-legacy-multi, ebtables, …
 SYSCTLS = {  # what the kubelet would set, for the whole machine
     "vm/overcommit_memory": "1",
     "vm/panic_on_oom": "0",
@@ -100,8 +102,17 @@ def kube_proxy(state: Path) -> str:
     )
 
 
-def conflist() -> str:
-    """Return the configuration of the network that pods get without us: a bridge, dual stack."""
+def conflist(*, iptables: bool) -> str:
+    """Return the configuration of the network that pods get without us."""
+    plugins = network(iptables=iptables)
+    return json.dumps({"cniVersion": "1.0.0", "name": "e2e", "plugins": plugins})
+
+
+def network(*, iptables: bool) -> list[dict[str, object]]:
+    """Return the plugins of a pod's network: a bridge, dual stack.
+
+    Masquerading and ports of the host need iptables, and are left out where there is none.
+    """
     ipam = {
         "type": "host-local",
         "dataDir": "/run/cni-ipam",
@@ -112,17 +123,26 @@ def conflist() -> str:
         "type": "bridge",
         "bridge": "cni0",
         "isGateway": True,
-        "ipMasq": True,
+        "ipMasq": iptables,
         "hairpinMode": True,
         "ipam": ipam,
     }
     portmap = {"type": "portmap", "capabilities": {"portMappings": True}, "snat": True}
-    return json.dumps({"cniVersion": "1.0.0", "name": "e2e", "plugins": [bridge, portmap]})
+    return [bridge, portmap] if iptables else [bridge]
 
 
-def first_process(state: Path) -> str:
-    """Return the shell script that furnishes the namespaces, then reaps orphans as their pid 1."""
+def first_process(state: Path, *, iptables: bool) -> str:
+    """Return the shell script that furnishes the namespaces, then reaps orphans as their pid 1.
+
+    Without `iptables` no program of a packet filter is on the node, nft included.
+    """
     ready, overlays = state / "init.ready", state / "ov"
+    covered = COVERED if iptables else (*COVERED, USR)
+    removed = " ".join(
+        f"/{USR}/{directory}/{name}"
+        for directory in ("bin", "sbin", "local/bin", "local/sbin")
+        for name in PACKET_FILTERS
+    )
     sysctls = "".join(
         f"f=/run/sysctl.{name.replace('/', '_')}; echo {value} > $f\n"
         f"mount --bind $f /proc/sys/{name}\n"
@@ -149,10 +169,11 @@ umount -R -l /sys  # a sysfs of this network namespace, with the machine's cgrou
 mount -t sysfs sysfs /sys
 mount --rbind {state}/cgsave /sys/fs/cgroup
 umount -R -l {state}/cgsave
-for d in {" ".join(COVERED)}; do
+for d in {" ".join(covered)}; do
   mkdir -p {overlays}/$d/u {overlays}/$d/w
   mount -t overlay overlay -o lowerdir=/$d,upperdir={overlays}/$d/u,workdir={overlays}/$d/w /$d
 done
+{"" if iptables else f"rm -f {removed}"}
 umount -R -l /run 2>/dev/null || true
 mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/netns /run/lock /etc/cni/net.d /opt/cni/bin /var/lib/containerd /var/lib/kubelet

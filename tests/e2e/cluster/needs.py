@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from .configs import COVERED
+from .configs import COVERED, USR
 
 PROGRAMS = (
     "etcd", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "openssl", "ip", "nft",
@@ -52,7 +52,7 @@ def check(places: Sequence[Path], go_version: str) -> Path:
 
 def _against(place: Path) -> str:
     """Tell why the node's state cannot be in a place, "" if it can."""
-    if place.parts[1:2] and place.parts[1] in (*COVERED, "run"):
+    if place.parts[1:2] and place.parts[1] in (*COVERED, USR, "run"):
         return f"in /{place.parts[1]}, which the node covers"
     there = next(path for path in (place, *place.parents) if os.path.exists(path))
     command = ["stat", "-f", "-c", "%T", str(there)]

@@ -25,10 +25,11 @@ POLL_S = 0.05
 class Node:
     """Namespaces that end with this object, or with this process, and leave nothing.
 
-    `state` is the node's directory on disk, seen inside and outside under the same path.
+    `state` is the node's directory on disk, seen inside and outside under the same path. Without
+    `iptables` there is no program for packet filters on the node, nft included.
     """
 
-    def __init__(self, parent: Path) -> None:
+    def __init__(self, parent: Path, *, iptables: bool = True) -> None:
         self.state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self.cgroup = self.state.name
         self._unshare: subprocess.Popen[bytes] | None = None
@@ -42,7 +43,7 @@ class Node:
             for name in ("etc", "log", "etcd"):
                 (self.state / name).mkdir()
             self._make_cgroups()
-            self._start_namespaces()
+            self._start_namespaces(iptables=iptables)
         except BaseException:
             self.close()
             raise
@@ -56,9 +57,9 @@ class Node:
                 if (directory / name).exists():
                     (directory / name).write_text((hierarchy / name).read_text())
 
-    def _start_namespaces(self) -> None:
+    def _start_namespaces(self, *, iptables: bool) -> None:
         script = self.state / "etc" / "init.sh"
-        script.write_text(configs.first_process(self.state))
+        script.write_text(configs.first_process(self.state, iptables=iptables))
         unshare = ("unshare", "-m", "-n", "-p", "-u", "-i", "--fork", "--kill-child",
                    "--mount-proc")  # fmt: skip
         with self.log("init").open("w") as log:
@@ -93,9 +94,14 @@ class Node:
         self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S
     ) -> subprocess.CompletedProcess[str]:
         """Run a program inside until it ends; raises ClusterFailed if that takes too long."""
+        return self._run(self.command(*argv), argv, stdin, timeout_s)
+
+    def _run(
+        self, command: Sequence[str], argv: Sequence[str], stdin: str, timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
         try:
             return subprocess.run(
-                self.command(*argv),
+                command,
                 input=stdin,
                 capture_output=True,
                 text=True,
@@ -108,11 +114,15 @@ class Node:
 
     def succeed(self, *argv: str, stdin: str = "", timeout_s: float = PROGRAM_TIMEOUT_S) -> str:
         """Run a program inside and return what it prints; raises ClusterFailed if it fails."""
-        done = self.run(*argv, stdin=stdin, timeout_s=timeout_s)
-        if done.returncode != 0:
-            said = (done.stderr or done.stdout).strip()
-            raise ClusterFailed(f"{' '.join(argv)} ended with {done.returncode}: {said}")
-        return done.stdout
+        return _output(argv, self.run(*argv, stdin=stdin, timeout_s=timeout_s))
+
+    def look(self, netns: str, *argv: str) -> str:
+        """Run a program of the machine's in a network namespace of the node, by its path there.
+
+        So the node itself need not have it. Returns what it prints; raises ClusterFailed.
+        """
+        enter = ["nsenter", f"--net={self.path(netns)}", "--"]
+        return _output(argv, self._run([*enter, *argv], argv, "", PROGRAM_TIMEOUT_S))
 
     def start(self, name: str, argv: Sequence[str]) -> None:
         """Start a component; its output is appended to its log."""
@@ -184,3 +194,11 @@ class Node:
             process.wait(START_TIMEOUT_S)
         if status != 0:
             raise ClusterFailed(f"the node left something behind: {self.cgroup}")
+
+
+def _output(argv: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
+    """Return what a program has printed; raises ClusterFailed if it has failed."""
+    if done.returncode != 0:
+        said = (done.stderr or done.stdout).strip()
+        raise ClusterFailed(f"{' '.join(argv)} ended with {done.returncode}: {said}")
+    return done.stdout

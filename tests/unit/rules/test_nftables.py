@@ -329,11 +329,11 @@ def test_sets_hold_ranges_without_overlaps_and_neighbours() -> None:
 
 
 def test_what_one_range_covers_needs_no_set() -> None:
-    """If there is a way to write it: of addresses only a prefix is one."""
+    """Whether or not it is a prefix."""
     numbers = range(100, 132)
     hosts = [destination(f"10.0.0.{host}/32") for host in range(32)]
     assert in_a_row(hosts) == ["ip daddr 10.0.0.0/27 counter return"]
-    assert in_a_row(hosts[:17]) == ["ip daddr { 10.0.0.0-10.0.0.16 } counter return"]
+    assert in_a_row(hosts[:17]) == ["ip daddr 10.0.0.0-10.0.0.16 counter return"]
     assert in_a_row(map(destination_port, numbers), tcp()) == ["tcp dport 100-131 counter return"]
     assert in_a_row(owner_uid(str(uid)) for uid in numbers) == ["skuid 100-131 counter return"]
 

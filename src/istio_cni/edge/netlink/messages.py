@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 DUMP = 0x300
+CREATE = 0x400
 CREATE_NEW = 0x600  # CREATE | EXCL: an error if it exists
 DUMP_TRIES = 5
 

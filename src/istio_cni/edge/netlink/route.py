@@ -16,6 +16,7 @@ import struct
 from collections import namedtuple
 
 from istio_cni.edge.netlink.messages import (
+    CREATE,
     CREATE_NEW,
     DUMP,
     Netlink,
@@ -138,20 +139,41 @@ class Route(Netlink):
         return tuple(_parse_rule(reply) for reply in replies)
 
     def add_policy_rule(self, rule: PolicyRule) -> bool:
-        """Add a rule; False if the very same one is there, priority included."""
-        doing = f"adding {_shown_rule(rule)}"
-        return self.change(doing, _NEWRULE, CREATE_NEW, _rule_body(rule), unless=errno.EEXIST)
+        """Add a rule; False if the very same one is there, priority included.
+
+        This looks by itself: to the kernel a rule that says more is there already, too.
+        """
+        if rule in self.policy_rules(rule.family):
+            return False
+        self.ask(f"adding {_shown_rule(rule)}", _NEWRULE, CREATE, _rule_body(rule))
+        return True
 
     def delete_policy_rule(self, rule: PolicyRule) -> bool:
         """Delete a rule as `policy_rules` lists it; False if it is not there.
 
-        The kernel takes what a request leaves out for "any". So this looks first; but of two rules
-        of one priority that differ only in that one says more, the earlier one goes.
+        The kernel takes what a request leaves out for "any", and of the rules of one priority that
+        fit the first one. Where that was another rule, all of this priority are made anew.
         """
-        if rule not in self.policy_rules(rule.family):
+        before = self._rules_beside(rule)
+        if rule not in before:
             return False
+        self._delete_first(rule)
+        after = self._rules_beside(rule)
+        if rule in after:
+            for each in after:  # in their order, so that each is the first that fits
+                self._delete_first(each)
+            for each in before:
+                if each != rule:
+                    self.add_policy_rule(each)
+        return True
+
+    def _rules_beside(self, rule: PolicyRule) -> tuple[PolicyRule, ...]:
+        listed = self.policy_rules(rule.family)
+        return tuple(each for each in listed if each.priority == rule.priority)
+
+    def _delete_first(self, rule: PolicyRule) -> None:
         doing = f"deleting {_shown_rule(rule)}"
-        return self.change(doing, _DELRULE, 0, _rule_body(rule), unless=errno.ENOENT)
+        self.change(doing, _DELRULE, 0, _rule_body(rule), unless=errno.ENOENT)
 
     def local_routes(self, family: int) -> tuple[LocalRoute, ...]:
         """List the tables, other than `local`, by which everything is delivered to this host."""
