@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 N ?= 300
+# tests do not see each other, so several run at a time
+APART := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test e2e bench bundle unit netns equivalence fmt lint types layers check lock ci clean
@@ -18,7 +20,7 @@ demo: setup ## capture a pod through a real CNI chain and prove it with connecti
 	@$(BIN)/python -m examples.demo
 
 test: $(VENV)/.setup-dev ## unit tests, and with root the tests in network namespaces
-	@$(BIN)/pytest
+	@$(BIN)/pytest $(APART)
 
 bundle: dist/.made ## freeze the programs into dist/, as nodes and images get them
 
@@ -36,10 +38,10 @@ bench: bundle ## what a call of the plugin costs, in units of a program that doe
 # -- for developers ------------------------------------------------------------
 
 unit: $(VENV)/.setup-dev ## tests that need no root
-	@$(BIN)/pytest tests/unit
+	@$(BIN)/pytest $(APART) tests/unit
 
 netns: $(VENV)/.setup-dev ## tests in network namespaces (root)
-	@$(BIN)/pytest tests/netns
+	@$(BIN)/pytest $(APART) tests/netns
 
 equivalence: $(VENV)/.setup-dev ## both back ends against N configurations' connections (root)
 	@EQUIVALENCE_CONFIGURATIONS=$(N) $(BIN)/pytest tests/netns/test_equivalence.py

@@ -20,11 +20,6 @@ HERE = Path(__file__).parent
 FIRST = "test_cluster.py"  # the ground the stories stand on, and without a mesh so far
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known by which a story says what nodes it runs on."""
-    config.addinivalue_line("markers", "nodes(*kinds): the kinds of node that a story runs on")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give a story a cluster of each kind of node that it runs on."""
     if "cluster" in metafunc.fixturenames:
