@@ -115,7 +115,7 @@ class Captured:
         rules = self._rules()
         if self._variant == NATIVE:
             return "counter jump istio-output" in rules and "ip6 daddr" in rules
-        return rules.count("-A OUTPUT -j ISTIO_OUTPUT") == 2
+        return rules.count("-A OUTPUT -j ISTIO_OUTPUT") >= 2
 
     def _rules(self) -> str:
         if self._variant == NATIVE:
