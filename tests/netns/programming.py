@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from istio_cni.capture import apply, iptables, native  # all of it, before a test changes its root
+from istio_cni.capture import apply  # all of it, before a test changes its root
 from istio_cni.capture.session import Log
 from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netns as namespaces

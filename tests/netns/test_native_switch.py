@@ -137,6 +137,17 @@ def test_refused_unless_it_may_replace(netns: str, one: str, other: str) -> None
     assert whole_state(netns) == before
 
 
+def test_refusal_names_the_first_difference(netns: str) -> None:
+    """Of another configuration, and the back end where that is another one."""
+    program(netns, by(NATIVE))
+    with pytest.raises(
+        ProgrammingFailed, match=r"inet istio-proxy-nat istio-inbound rule 2: .* ins"
+    ):
+        program(netns, by(NATIVE, INBOUND_PORTS_EXCLUDE="80"), existing=apply.REFUSE)
+    with pytest.raises(ProgrammingFailed, match="the back end nftables has made inet istio-proxy"):
+        program(netns, by("nft"), existing=apply.REFUSE)
+
+
 @pytest.mark.parametrize("backend", [*VARIANTS, NATIVE])
 def test_nothing_asked_for_by_name_keeps_what_is_there(netns: str, backend: str) -> None:
     """A second run that leaves the back end open finds all in place."""

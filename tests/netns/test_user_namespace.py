@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from namespaces import inside
 from netns.plugin import JSON, Node
+from netns.programming import CLI
 from netns.test_sandbox import reach_within, user_namespace_pod
 from netns.traffic import (
     APPLICATION,
@@ -76,6 +78,16 @@ def test_auto_is_nftables_there(node: Node, pod: Remapped) -> None:
     assert inside(pod.path, ["nft", "list", "ruleset"]) == ""
     directly = reach_within(pod.path, pod.process, APPLICATION, *OUT)
     assert [one[:2] for one in directly] == [("outside", 80)] * 2
+
+
+def test_the_command_line_sees_it_likewise(pod: Remapped) -> None:
+    """Started by the node in such a namespace, `auto` does not try iptables, which would fail."""
+    enter = ["nsenter", f"--net={pod.path}", str(CLI)]
+    done = subprocess.run(
+        [*enter, "-i", "*", "-b", "*"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "back end nftables: the network namespace belongs to another user" in done.stderr
 
 
 def test_owners_are_the_pod_s_ids(node: Node, pod: Remapped) -> None:

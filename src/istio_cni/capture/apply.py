@@ -71,8 +71,12 @@ def clean_up(net: Netfilter, log: Log) -> Report:
         session.remove_programs_rules()
         session.route(routing.NONE)
         session.remove_native()
-    for reason in session.missing:
-        raise ProgrammingFailed(f"rules that may be here cannot be read and stay: {reason.msg}")
+    if session.missing:
+        reasons = "; ".join(reason.msg for reason in session.missing)
+        raise ProgrammingFailed(
+            f"removed {', '.join(session.changed) or 'nothing'}, but iptables has tables here and "
+            f"rules of ours in them cannot be read and stay ({reasons}); repeat where iptables is"
+        )
     return Report({}, session.changed)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from istio_cni import constants
 from istio_cni.capture import routing
 from istio_cni.capture.backend import IPTABLES, Report, ours_native
-from istio_cni.capture.session import REFUSE, REWRITE, Log
+from istio_cni.capture.session import REFUSE, REWRITE, Log, other_rules
 from istio_cni.capture.tools import BASE, Held, kept, survey
 from istio_cni.capture.transaction import running
 from istio_cni.edge import netlink
@@ -26,7 +26,7 @@ def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existi
         forced, rewrite = config.iptables_variant, existing == REWRITE
         if existing == REFUSE:
             _refuse_other_configuration(run.held, forced, ruleset)
-            run.refuse_native("")
+            run.refuse_native()
         used = {
             family: run.load(family, forced, ruleset, rewrite=rewrite) for family in config.families
         }
@@ -107,7 +107,4 @@ def _refuse_other_configuration(
         mine = ours(present)
         for table, text in differences(present, tables_of.wanted(ruleset, family)).items():
             if table in mine and table is not Table.FILTER:
-                raise ProgrammingFailed(
-                    f"other rules of ours are in place: {BASE[family]} {text}; "
-                    "replace them with --reconcile"
-                )
+                raise other_rules(f"{BASE[family]} {text}")

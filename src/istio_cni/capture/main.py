@@ -190,14 +190,15 @@ def _print(text: str) -> None:
 def _program(options: Options, config: CaptureConfig, environ: Mapping[str, str]) -> None:
     from istio_cni.capture import apply
     from istio_cni.edge.netfilter import SEARCH_PATH, Netfilter
-    from istio_cni.edge.netns import Inside, run_inside
+    from istio_cni.edge.netns import Inside, is_here_foreign, run_inside
 
     deadline = time.monotonic() + CLI_TIMEOUT_S
+    directories = [*environ.get("PATH", "").split(":"), *SEARCH_PATH.split(":")]
 
     def work(inside: Inside) -> object:
         net = Netfilter(
             deadline=deadline,
-            search_path=f"{environ.get('PATH', '')}:{SEARCH_PATH}",
+            search_path=":".join(dict.fromkeys(directories)),
             lock_file=options.network_namespace if options.cni_mode else "",
             shadow_lock=inside.shadow_lock,
         )
@@ -206,7 +207,7 @@ def _program(options: Options, config: CaptureConfig, environ: Mapping[str, str]
         existing = apply.REPLACE if options.reconcile else apply.REFUSE
         if options.force_apply:
             existing = apply.REWRITE
-        choice = apply.choose(net, config)
+        choice = apply.choose(net, config, foreign=is_here_foreign())
         return apply.program(net, config, inside.log, choice, existing=existing)._asdict()
 
     try:

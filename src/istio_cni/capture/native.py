@@ -38,7 +38,7 @@ def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existi
     with changing(net, log) as session:
         if existing == REFUSE:
             session.refuse_programs_rules()
-            session.refuse_native(wanted.comment)
+            session.refuse_other(wanted.messages, wanted.comment)
         captured = bool(session.native)
         if captured:
             session.remove_programs_rules()

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from istio_cni import constants
-from istio_cni.capture.flags import ACTIONS, LOG_LEVELS, OUTPUTS, parse
+from istio_cni.capture.flags import ACTIONS, LOG_LEVELS, OUTPUTS, TEXT, parse
 from istio_cni.capture.settings import SETTINGS, read_settings
 from istio_cni.errors import InvalidParameter, quoted
 from istio_cni.rules.config import CaptureConfig, parse_bool, refuse
@@ -124,7 +124,14 @@ def _read_actions(
             values["probe_timeout_s"] = _duration(text, where)
         else:
             values[field] = text
+    _refuse_output_of_a_run(values)
     return values
+
+
+def _refuse_output_of_a_run(values: Mapping[str, object]) -> None:
+    """Refuse to program where somebody asks for something to read."""
+    if values["output"] != TEXT and not values["dry_run"]:
+        raise InvalidParameter(f"--output={values['output']} is for --dry-run; add that")
 
 
 def _boolean(text: str, where: str) -> bool:

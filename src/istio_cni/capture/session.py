@@ -17,7 +17,7 @@ from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netns import hold_apply_lock
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
-from istio_cni.rules.nftables import FAMILY
+from istio_cni.rules.nftables import FAMILY, TABLES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,14 +61,17 @@ class Session:
     def refuse_programs_rules(self) -> None:
         """Refuse to replace what we have programmed through iptables."""
 
-    def refuse_native(self, comment: str) -> None:
-        """Refuse to replace tables of ours that another configuration made."""
-        for name, other in self.native.items():
-            if other != comment:
-                raise ProgrammingFailed(
-                    f"other rules of ours are in place: {FAMILY} {name}; "
-                    "replace them with --reconcile"
-                )
+    def refuse_native(self) -> None:
+        """Refuse to replace what our own back end has made."""
+        for name in self.native:
+            raise other_rules(f"the back end nftables has made {FAMILY} {name}")
+
+    def refuse_other(self, wanted: tuple[Message, ...], comment: str) -> None:
+        """Refuse to replace tables of ours that another configuration made; name a difference."""
+        if self.native and set(self.native.values()) != {comment}:
+            with netlink.Ruleset() as kernel:
+                found = self._difference(kernel, wanted)
+            raise other_rules(found or "made by another version")
 
     def route(self, target: routing.Routing) -> None:
         """Make addresses, policy rules and routes what is wanted."""
@@ -119,9 +122,12 @@ class Session:
             return False
         if not names:
             return True
+        return not self._difference(kernel, wanted)
+
+    def _difference(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...]) -> str:
         from istio_cni.rules import nfdump  # a second run only
 
-        return not nfdump.difference(nfdump.read(kernel.dump(sorted(names))), wanted)
+        return nfdump.difference(nfdump.read(kernel.dump(tuple(TABLES.values()))), wanted)
 
     def is_whole(self) -> bool:
         """Tell whether all is done: our tables come last, and are what they are to be.
@@ -140,6 +146,13 @@ class Session:
         except IstioCNIError as second:
             lost = f"addresses and routes could not be restored ({second.msg})"
             raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
+
+
+def other_rules(what: str) -> ProgrammingFailed:
+    """Build the refusal to replace rules of ours that are not asked for."""
+    return ProgrammingFailed(
+        f"other rules of ours are in place: {what}; replace them with --reconcile"
+    )
 
 
 def one_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from istio_cni.capture import routing
 from istio_cni.capture.backend import ours_native
-from istio_cni.capture.session import Log, Session, locked, one_line
+from istio_cni.capture.session import Log, Session, locked, one_line, other_rules
 from istio_cni.capture.tools import (
     BASE,
     NFT_FAMILY,
@@ -84,10 +84,7 @@ class Run(Session):
         for family, variants in self.held.items():
             for variant, held in variants.items():
                 if ours(held.state):
-                    raise ProgrammingFailed(
-                        f"other rules of ours are in place: {BASE[family]} ({variant}) holds some; "
-                        "replace them with --reconcile"
-                    )
+                    raise other_rules(f"the back end iptables has made {BASE[family]} ({variant})")
 
     def remove_programs_rules(self) -> None:
         """Remove our objects from every variant, and the tables that are empty then."""

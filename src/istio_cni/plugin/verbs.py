@@ -245,7 +245,7 @@ class Verbs:
             changed=changed,
             backend=report.backend,
             reason=report.reason,
-            variants=variants,
+            **({"variants": variants} if variants else {}),
         )
 
     def _undo(self, request: Request, record: Attachment, deadline: float) -> None:

@@ -113,6 +113,12 @@ def found(options: Options, path: str) -> object:
     return value
 
 
+def test_a_form_to_print_is_for_a_dry_run() -> None:
+    """Who asks for something to read must not find the namespace captured."""
+    with pytest.raises(InvalidParameter, match=r"--output=netlink is for --dry-run; add that"):
+        read("--backend", "nftables", "--output", "netlink")
+
+
 def test_defaults() -> None:
     """Nothing given: nothing captured, everything still to be found out here."""
     options = read()

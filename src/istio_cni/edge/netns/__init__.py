@@ -10,6 +10,7 @@ from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
     is_foreign,
+    is_here_foreign,
     is_host,
     open_netns,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "hold_apply_lock",
     "identity",
     "is_foreign",
+    "is_here_foreign",
     "is_host",
     "open_netns",
     "run_inside",

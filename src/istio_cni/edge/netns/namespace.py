@@ -77,6 +77,15 @@ def is_foreign(netns: int) -> bool:
     return owner is not None
 
 
+def is_here_foreign() -> bool:
+    """Tell the same of the namespace in which the calling thread is."""
+    here = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return is_foreign(here)
+    finally:
+        os.close(here)
+
+
 def _ioctl(descriptor: int, request: int) -> int:
     from fcntl import ioctl  # captured pods only
 
