@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from istio_cni.capture import apply
 from istio_cni.errors import ProgrammingFailed
 from istio_cni.rules.config import CaptureConfig
-from namespaces import inside
+from namespaces import enter, inside
 from netns.plugin import Node
 from netns.programming import (
     ALL_DNS,
@@ -31,7 +33,17 @@ from netns.programming import (
 )
 from netns.test_faults_killed import without_empty_tables
 from netns.test_faults_restore import no_gap
-from netns.traffic import TRANSPARENT_LISTENERS, Listener, Wire, serving, wired
+from netns.traffic import (
+    APPLICATION,
+    OUTSIDE,
+    TRANSPARENT_LISTENERS,
+    Listener,
+    Wire,
+    count_direct,
+    direct_arrivals,
+    serving,
+    wired,
+)
 
 pytestmark = pytest.mark.netns
 
@@ -242,6 +254,56 @@ def test_another_configuration_under_traffic_has_no_gap(wire: Wire) -> None:
     assert captures(wire.pod) == {NATIVE}
 
 
+GUARDED = "inet istio-proxy-guard: a run was killed, and no connection can begin"
+
+
+def put_slow(path: str) -> None:
+    """Load a nat chain of somebody else that takes a packet long, anew.
+
+    Of one priority the chain that was made last is met first: with ours replaced, this one stands
+    between the new one and the old one.
+    """
+    rules = "".join(f"ip daddr 203.0.113.{n % 256} counter\n" for n in range(6000))
+    chain = f"type nat hook output priority -100;\n{rules}"
+    text = f"table ip slow\ndelete table ip slow\ntable ip slow {{\nchain c {{\n{chain}}}\n}}\n"
+    inside(path, ["nft", "-f", "-"], stdin=text)
+
+
+def flood(path: str) -> None:
+    """Begin connections to the outside as fast as can be, and wait for none."""
+    enter(path)
+    os.setresgid(APPLICATION, APPLICATION, APPLICATION)
+    os.setresuid(APPLICATION, APPLICATION, APPLICATION)
+    while True:
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.connect_ex((OUTSIDE[4], 80))
+
+
+def test_packets_on_their_way_do_not_slip_through(wire: Wire) -> None:
+    """One that meets a new chain too early and an old one too late is dropped, not let through."""
+    program(wire.pod, by(NATIVE))
+    count_direct(wire.outside, (80,))
+    inside(wire.pod, ["sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_syn_sent=1"])
+    with started(flood, wire.pod), started(flood, wire.pod):
+        for _ in range(20):
+            put_slow(wire.pod)
+            program(wire.pod, by(NATIVE), existing=apply.REWRITE)
+    assert direct_arrivals(wire.outside) == 0
+    assert native_tables(wire.pod) == ["istio-proxy-nat"]
+
+
+def test_guard_of_a_killed_run_is_found_and_goes(netns: str) -> None:
+    """CHECK names it; a run that has nothing else to do takes it away, and so does a clean-up."""
+    guard = "add table inet istio-proxy-guard\n"
+    for end in (lambda: program(netns, by(NATIVE)), lambda: clean_up(netns)):
+        program(netns, by(NATIVE))
+        inside(netns, ["nft", "-f", "-"], stdin=guard)
+        assert check(netns, by(NATIVE), {}) == GUARDED
+        end()
+        assert "guard" not in inside(netns, ["nft", "list", "tables"])
+
+
 # -- switches that fail ------------------------------------------------------------------------
 
 
@@ -341,7 +403,8 @@ def test_killed_runs_never_leave_half_a_table(netns: str) -> None:
     for _ in range(10):
         with started(program, netns, other):
             time.sleep(moments.uniform(0.003, 0.04))
-        assert "" in [difference_of_rules(netns, wanted) for wanted in (one, other)]
+        found = [difference_of_rules(netns, wanted) for wanted in (one, other)]
+        assert any(text in ("", GUARDED) for text in found), found
         program(netns, one)
 
 

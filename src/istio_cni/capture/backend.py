@@ -13,7 +13,7 @@ from typing import NamedTuple
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules.config import CaptureConfig
-from istio_cni.rules.nftables import FAMILY, TABLES
+from istio_cni.rules.nftables import FAMILY, GUARD, TABLES
 
 AUTO, IPTABLES, NFTABLES = "auto", "iptables", "nftables"
 _IPTABLES = frozenset(netlink.IPTABLES_TABLES)
@@ -63,6 +63,11 @@ def ours_native(tables: tuple[netlink.Listed, ...]) -> dict[str, str]:
         for table in tables
         if table.family == FAMILY and table.name in names
     }
+
+
+def guard_stands(tables: tuple[netlink.Listed, ...]) -> bool:
+    """Tell whether the drop rules stand that our own back end puts up while it replaces tables."""
+    return any((table.family, table.name) == (FAMILY, GUARD.name) for table in tables)
 
 
 def may_hold_iptables(tables: tuple[netlink.Listed, ...]) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from istio_cni.capture import routing
-from istio_cni.capture.backend import NFTABLES, Report, may_hold_iptables
+from istio_cni.capture.backend import NFTABLES, Report, guard_stands, may_hold_iptables
 from istio_cni.capture.detect import resolve_owners
 from istio_cni.capture.session import REFUSE, REWRITE, Log, changing
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules import nfnetlink
 from istio_cni.rules.config import CaptureConfig
-from istio_cni.rules.nftables import TABLES, complete
+from istio_cni.rules.nftables import FAMILY, GUARD, TABLES, complete
 from istio_cni.rules.sidecar import generate
 
 
@@ -63,6 +63,8 @@ def difference(net: Netfilter, config: CaptureConfig) -> str:
         present = nfdump.read(kernel.dump(tuple(TABLES.values())))
         tables = kernel.tables()
     found = nfdump.difference(present, wanted.messages)
+    if not found and guard_stands(tables):
+        found = f"{FAMILY} {GUARD.name}: a run was killed, and no connection can begin"
     if found or not may_hold_iptables(tables):
         return found
     from istio_cni.capture import iptables  # where iptables has tables

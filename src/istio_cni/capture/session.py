@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 from istio_cni import constants
 from istio_cni.capture import routing
-from istio_cni.capture.backend import may_hold_iptables, ours_native
+from istio_cni.capture.backend import guard_stands, may_hold_iptables, ours_native
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netns import hold_apply_lock
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
-from istio_cni.rules.nftables import FAMILY, TABLES
+from istio_cni.rules.nftables import FAMILY, GUARD, TABLES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Session:
         self.changed: list[str] = []
         self.tables = tables
         self.native = ours_native(tables)
+        self.guarded = guard_stands(tables)
         self.native_made = False
         self.target: dict[str, str] | None = None
         self.missing: list[IstioCNIError] = []  # why tables of iptables cannot be read
@@ -71,7 +72,8 @@ class Session:
         if self.native and set(self.native.values()) != {comment}:
             with netlink.Ruleset() as kernel:
                 found = self._difference(kernel, wanted)
-            raise other_rules(found or "made by another version")
+            if found:  # kernels before 5.10 keep no comments
+                raise other_rules(found)
 
     def route(self, target: routing.Routing) -> None:
         """Make addresses, policy rules and routes what is wanted."""
@@ -87,8 +89,15 @@ class Session:
         """Make our tables hold these rules and nothing else, in one batch; nothing if they do.
 
         `comment` is their fingerprint. Where it cannot be told whether a batch was carried out, or
-        the tables were not as they were read, they are read again, a few times.
+        the tables were not as they were read, they are read again, a few times. No connection can
+        begin while tables are replaced.
         """
+        try:
+            self._commit(wanted, comment, rewrite=rewrite)
+        finally:
+            self._take_down_guard()
+
+    def _commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool) -> None:
         from istio_cni.rules.nfnetlink import transaction  # the nftables back end only
 
         had = bool(self.native)
@@ -98,6 +107,8 @@ class Session:
             self.changed.append("nf_tables")
             self.native_made = bool(wanted) and not had
             self.target = dict.fromkeys((message.table for message in wanted), comment)
+            if had and wanted:
+                self._put_up_guard(kernel)
             for _ in range(SETTLE_TRIES):
                 try:
                     kernel.commit(transaction(wanted, present=self.native, comment=comment))
@@ -113,8 +124,27 @@ class Session:
 
     def remove_native(self) -> None:
         """Remove our tables, if there are any."""
-        if self.native:
+        if self.native or self.guarded:
             self.commit((), "")
+
+    def _put_up_guard(self, kernel: netlink.Ruleset) -> None:
+        from istio_cni.rules.nfnetlink import messages  # tables that are replaced only
+
+        if not self.guarded:
+            kernel.commit(messages([GUARD]))
+            self.guarded = True
+        netlink.wait_for_packets()
+
+    def _take_down_guard(self) -> None:
+        """Let connections begin again, also where a killed run has left the guard."""
+        if not self.guarded:
+            return
+        from istio_cni.rules.nfnetlink import transaction  # tables that are replaced only
+
+        netlink.wait_for_packets()
+        with netlink.Ruleset() as kernel:
+            kernel.commit(transaction((), present=[GUARD.name]))
+        self.guarded = False
 
     def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
         names = {message.table for message in wanted}

@@ -17,7 +17,7 @@ from istio_cni.capture.settings import read_settings, to_settings
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
-from istio_cni.errors import InternalError, Interrupted, IOFailure, IstioCNIError
+from istio_cni.errors import InternalError, Interrupted, IOFailure
 from istio_cni.plugin.attachments import Attachment
 
 TYPE_CHECKING = False
@@ -92,7 +92,7 @@ def _capture_recorded(
         )
     except Interrupted:
         raise  # the record stays, so that DEL undoes what is there
-    except IstioCNIError:
+    except Exception:
         if attachments is not None and former is None:
             attachments.remove(request.container_id, request.ifname)
         elif attachments is not None and former is not None:

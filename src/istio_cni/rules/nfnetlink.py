@@ -135,7 +135,7 @@ def _chain(table: str, chain: str) -> bytes:
     hook = HOOKS.get((table, chain))
     if hook is None:
         return string(3, chain)
-    number = {"prerouting": 0, "output": 3}[hook.name]
+    number = {"prerouting": 0, "input": 1, "forward": 2, "output": 3}[hook.name]
     place = nested(4, _be32(1, number), _be32(2, hook.priority))
     return string(3, chain) + place + _be32(5, 1) + string(7, hook.type)
 

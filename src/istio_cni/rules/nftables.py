@@ -41,6 +41,7 @@ from istio_cni.rules.model import (
     Table,
     Verdict,
     VerdictKind,
+    conntrack_state,
     kernel_order,
     tcp,
 )
@@ -69,6 +70,9 @@ HOOKS = {
     ("istio-proxy-mangle", "output"): Hook("route", "output", -150),  # a new mark is routed anew
     ("istio-proxy-raw", "prerouting"): Hook("filter", "prerouting", -300),
     ("istio-proxy-raw", "output"): Hook("filter", "output", -300),  # before conntrack, for zones
+    ("istio-proxy-guard", "input"): Hook("filter", "input", 0),
+    ("istio-proxy-guard", "forward"): Hook("filter", "forward", 0),
+    ("istio-proxy-guard", "output"): Hook("filter", "output", 0),
 }
 CHAINS = {
     Table.NAT: (
@@ -130,6 +134,18 @@ class NftTable(NamedTuple):
     name: str
     chains: tuple[str, ...]
     rules: tuple[NftRule, ...]
+
+
+_GUARDED = ("input", "forward", "output")
+_NEW = NftRule("", (conntrack_state("NEW"),), DROP)
+GUARD = NftTable(
+    "istio-proxy-guard", _GUARDED, tuple(_NEW._replace(chain=chain) for chain in _GUARDED)
+)
+"""Lets no connection begin while our tables are replaced.
+
+A batch is one to whoever lists tables, not to a packet: that meets one base chain after the other,
+and may meet one before the change and the next one after it.
+"""
 
 
 # -- layouts -----------------------------------------------------------------------------------

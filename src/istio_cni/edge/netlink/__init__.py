@@ -8,7 +8,7 @@ A netlink socket belongs for ever to the network namespace of the thread that op
 inside, then use it from anywhere. The functions here open one of their own for the moment.
 """
 
-from istio_cni.edge.netlink.messages import namespace_cookie
+from istio_cni.edge.netlink.messages import namespace_cookie, wait_for_packets
 from istio_cni.edge.netlink.route import (
     LOOPBACK_INDEX,
     WHOLE_MARK,
@@ -43,4 +43,5 @@ __all__ = [
     "namespace_cookie",
     "nft_tables",
     "sweep_empty_tables",
+    "wait_for_packets",
 ]

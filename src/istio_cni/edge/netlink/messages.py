@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 
 from istio_cni.errors import ProgrammingFailed
 from istio_cni.rules.netlink import attributes, padded, text
@@ -33,6 +34,7 @@ _RECEIVE_BYTES = 1 << 16  # the kernel writes lists in pieces of 32 KiB at most
 _ALWAYS_SENT_BYTES = 100_000  # half of the usual send buffer
 _SO_SNDBUFFORCE = 32
 _SO_NETNS_COOKIE = 71
+_GRACE_PERIOD_S = 0.03
 
 
 class Refused(ProgrammingFailed):
@@ -189,14 +191,26 @@ def _refused(doing: str, code: int, words: str = "") -> Refused:
     return refused
 
 
+def wait_for_packets() -> None:
+    """Wait until no packet is under way that has met rules as they were before.
+
+    The kernel does so (synchronize_net) when a packet socket is closed; who may not open one waits
+    for about as long.
+    """
+    try:
+        socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 0).close()
+    except OSError:
+        time.sleep(_GRACE_PERIOD_S)
+
+
 def namespace_cookie() -> int:
     """Identify the calling thread's network namespace until the next boot; 0 before kernel 5.14.
 
     Unlike the inode number of a namespace file it is never used a second time.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
             raw = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
-        except OSError:
-            return 0
+    except OSError:
+        return 0
     return int(struct.unpack("=Q", raw)[0])

@@ -143,4 +143,6 @@ def _explained(refused: Refused, batch: Sequence[Message]) -> ProgrammingFailed:
     # the kernel counts what it finds out in the end as an error of the first message
     where = "the rules as a whole, or " if place == 0 else ""
     why = os.strerror(refused.errno)
+    if batch[place].kind == DELTABLE and refused.errno == errno.EPERM:
+        hint = "; a running process may own the table"
     return ProgrammingFailed(f"nf_tables refuses {where}{batch[place].about}: {why}{hint}")

@@ -116,7 +116,10 @@ def visiting(netns: int) -> Iterator[None]:
     For what opens sockets and starts no program. A thread that cannot get home must end: it would
     work for the next pod in the wrong namespace.
     """
-    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidNetns(f"no way back from another namespace: {error.strerror}") from error
     try:
         try:
             _set_netns(netns)

@@ -101,7 +101,10 @@ def hold_apply_lock(deadline: float) -> socket.socket:
     An abstract Unix address belongs to one network namespace and vanishes with its holder, so
     agent, plugin, init container and a person at a shell exclude each other without any file.
     """
-    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ProgrammingFailed(f"cannot lock the network namespace: {error.strerror}") from error
     try:
         while not _bound(lock):
             if time.monotonic() >= deadline:
