@@ -36,7 +36,7 @@ from istio_cni.rules import nfdump, nfnetlink
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.model import Rule, Ruleset, Table, jump, owner_uid
 from istio_cni.rules.netlink import DELTABLE, NEWRULE, NEWTABLE
-from istio_cni.rules.nftables import TABLES, complete
+from istio_cni.rules.nftables import GUARD, TABLES, complete
 from istio_cni.rules.sidecar import generate
 from namespaces import call_inside, call_inside_as, enter, inside
 from netns.programming import (
@@ -199,17 +199,23 @@ def test_overflow_of_replies_is_no_verdict(netns: str) -> None:
 
 
 def around_batches(
-    times: int, before: Callable[[bytes], bool], after: Callable[[], None] = lambda: None
+    times: int,
+    before: Callable[[bytes], bool],
+    after: Callable[[], None] = lambda: None,
+    *,
+    guard: bool = False,
 ) -> None:
     """Do something around the first batches that the kernel gets; for children only.
 
-    A batch for which `before` returns False is not sent.
+    A batch for which `before` returns False is not sent. Those of the guard do not count, unless
+    the test is about them.
     """
     send, left = socket.socket.sendto, times
 
     def hooked(this: socket.socket, data: bytes, address: tuple[int, int]) -> int:
         nonlocal left
-        if struct.unpack_from("=H", data, 4)[0] != BATCH_BEGIN or not left:
+        counts = guard or GUARD.name.encode() not in data
+        if struct.unpack_from("=H", data, 4)[0] != BATCH_BEGIN or not left or not counts:
             return send(this, data, address)
         left -= 1
         sent = send(this, data, address) if before(data) else len(data)
@@ -222,6 +228,21 @@ def around_batches(
 def lose_replies() -> None:
     """Fail as the kernel does when a batch was carried out but its replies found no room."""
     raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_guard_is_settled_by_looking(netns: str, carried_out: bool, times: int) -> None:
+    """Its own batches may lose their replies, too; in the end it is gone."""
+    program(netns, PLAIN)
+
+    def work(net: Netfilter, log: Log) -> apply.Report:
+        around_batches(times, lambda _: carried_out, lose_replies, guard=True)
+        return apply.program(net, WHOLE, log, apply.Choice(apply.NFTABLES, "a test"))
+
+    run(netns, work)
+    assert check(netns, WHOLE, {}) == ""
+    assert GUARD.name not in listing(netns)
 
 
 @pytest.mark.parametrize("carried_out", [True, False])

@@ -131,8 +131,8 @@ class Session:
         from istio_cni.rules.nfnetlink import messages  # tables that are replaced only
 
         if not self.guarded:
-            kernel.commit(messages([GUARD]))
-            self.guarded = True
+            self.guarded = True  # whatever comes: it is to go again
+            self._settle(kernel, messages([GUARD]), stands=True)
         netlink.wait_for_packets()
 
     def _take_down_guard(self) -> None:
@@ -143,8 +143,19 @@ class Session:
 
         netlink.wait_for_packets()
         with netlink.Ruleset() as kernel:
-            kernel.commit(transaction((), present=[GUARD.name]))
+            self._settle(kernel, transaction((), present=[GUARD.name]), stands=False)
         self.guarded = False
+
+    def _settle(self, kernel: netlink.Ruleset, batch: tuple[Message, ...], *, stands: bool) -> None:
+        """Send the batch that puts the guard up, or takes it down, until that is so."""
+        for _ in range(SETTLE_TRIES):
+            try:
+                return kernel.commit(batch)
+            except netlink.Unsettled:
+                if guard_stands(kernel.tables()) is stands:
+                    return None
+                time.sleep(SETTLE_PAUSE_S)
+        raise TryAgainLater(f"nf_tables tables changed {SETTLE_TRIES} times meanwhile")
 
     def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
         names = {message.table for message in wanted}
