@@ -29,7 +29,6 @@ from istio_cni.rules.model import (
     Owner,
     Ports,
     Protocol,
-    Verdict,
     VerdictKind,
 )
 from istio_cni.rules.netlink import (
@@ -51,6 +50,7 @@ from istio_cni.rules.nftables import (
     NftTable,
     OfFamily,
     OneOf,
+    chain_name,
     interval,
     rule_text,
 )
@@ -236,14 +236,14 @@ def _expressions(rule: NftRule, set_number: int) -> Iterator[bytes]:
     for match in rule.matches:
         if isinstance(match, Protocol):
             known_protocol = True
-        elif match_needs_protocol(match) and not known_protocol:
+        elif _needs_protocol(match) and not known_protocol:
             known_protocol = True
             yield from _protocol(rule.protocol)
         yield from _match(match, set_number)
     yield from _statement(rule)
 
 
-def match_needs_protocol(match: NftMatch) -> bool:
+def _needs_protocol(match: NftMatch) -> bool:
     """Tell whether a match reads a transport header."""
     return isinstance(match, Ports | OneOf) and match.kind in _PORT_OFFSET
 
@@ -372,11 +372,7 @@ def _statement(rule: NftRule) -> tuple[bytes, ...]:
         case VerdictKind.RETURN:
             return _COUNTER, _verdict(_RETURN)
         case VerdictKind.JUMP:
-            return _COUNTER, _verdict(_JUMP, _target(verdict))
-
-
-def _target(verdict: Verdict) -> str:
-    return verdict.chain.lower().replace("_", "-")
+            return _COUNTER, _verdict(_JUMP, chain_name(verdict.chain))
 
 
 # -- expressions -------------------------------------------------------------------------------

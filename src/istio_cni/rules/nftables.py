@@ -183,7 +183,7 @@ def complete(ruleset: Ruleset) -> tuple[NftTable, ...]:
     spared = [family for family in Family if family not in ruleset.families]
     tables = []
     for table, chains in kernel_order(ruleset.rules).items():
-        name, named = TABLES[table], {_name(chain): rules for chain, rules in chains.items()}
+        name, named = TABLES[table], {chain_name(chain): rules for chain, rules in chains.items()}
         present = tuple(chain for chain in CHAINS[table] if chain in named)
         rules: list[NftRule] = []
         for chain in present:
@@ -210,7 +210,8 @@ def additions(ruleset: Ruleset) -> tuple[str, ...]:
     )
 
 
-def _name(chain: str) -> str:
+def chain_name(chain: str) -> str:
+    """Return what a chain of iptables is called in our tables."""
     return chain.lower().replace("_", "-")
 
 
@@ -244,7 +245,7 @@ def _lowered(rule: Rule) -> NftRule:
     matches.sort(key=lambda match: ranks[match.kind])
     index = None if rule.position is None else rule.position - 1
     ordered = tuple(map(_with_set, matches))
-    return NftRule(_name(rule.chain), ordered, rule.verdict, protocol, rule.family, index)
+    return NftRule(chain_name(rule.chain), ordered, rule.verdict, protocol, rule.family, index)
 
 
 def _spells_protocol(rule: Rule, protocol: str, kinds: set[MatchKind]) -> bool:
@@ -499,7 +500,7 @@ def _verdict_text(rule: NftRule) -> str:
         case VerdictKind.ACCEPT | VerdictKind.DROP | VerdictKind.RETURN:
             return f"counter {verdict.kind.value}"
         case VerdictKind.JUMP:
-            return f"counter jump {_name(verdict.chain)}"
+            return f"counter jump {chain_name(verdict.chain)}"
         case VerdictKind.REDIRECT:
             return f"counter redirect to :{verdict.port}"
         case VerdictKind.TPROXY:
