@@ -16,7 +16,6 @@ from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netlink, netns
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules import nfnetlink, nftables
-from istio_cni.rules.sidecar import generate
 
 from . import node
 from .process import BenchFailed, run
@@ -83,8 +82,7 @@ class Applied:
 
     def _text(self) -> float:
         wanted = native.compile_rules(self._config)
-        tables = nftables.complete(generate(self._config))
-        text = nftables.render_complete(tables, wanted.comment)
+        text = nftables.render_complete(wanted.tables, wanted.comment)
         outcome = run([self._nft, "-f", "-"], {"PATH": node.PATH}, text.encode())
         if outcome.status != 0:
             raise BenchFailed(f"nft: {outcome.stderr.decode(errors='replace').strip()}")

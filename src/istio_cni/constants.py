@@ -37,6 +37,10 @@ PASSTHROUGH_V4 = "127.0.0.6/32"  # source address of Envoy's inbound pass-throug
 PASSTHROUGH_V6 = "::6/128"
 
 CHAIN_PREFIX = "ISTIO_"
+NFT_FAMILY = "inet"  # of our own nf_tables tables
+NFT_NAT, NFT_MANGLE, NFT_RAW = "istio-proxy-nat", "istio-proxy-mangle", "istio-proxy-raw"
+NFT_TABLES = (NFT_NAT, NFT_MANGLE, NFT_RAW)
+NFT_GUARD = "istio-proxy-guard"  # ours: stands while these are replaced
 MAX_OWNER_GROUPS_IPTABLES = 49  # iptables-restore 1.8.9 refuses a rule with more arguments
 MAX_INTERFACE_NAME = 15  # IFNAMSIZ - 1
 

@@ -123,8 +123,9 @@ def with_bad_rule(wanted: CaptureConfig, bad: Rule) -> Wanted:
     families, rules = generate(wanted)
     middle = len(rules) // 2
     whole = Ruleset(families, (*rules[:middle], bad, *rules[middle:]))
-    messages = nfnetlink.messages(complete(whole))
-    return Wanted(messages, nfnetlink.fingerprint(messages))
+    tables = complete(whole)
+    messages = nfnetlink.messages(tables)
+    return Wanted(tables, messages, nfnetlink.fingerprint(messages))
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first run", "re-run"])

@@ -64,6 +64,7 @@ def add(namespace: str, **keys: object) -> dict[str, str]:
     }
 
 
+NATIVE_MODULES = ("nftables", "nfnetlink", "nfdump")
 HANDED_OVER = {"io.kubernetes.cri.pod-annotations": {"kubernetes.io/config.source": "api"}}
 
 
@@ -105,6 +106,14 @@ def test_a_pod_that_is_looked_up_needs_no_library(tmp_path_factory: pytest.TempP
     found = loaded("run", **add("shop", pod_source=f"manifests:{directory}"))
     assert not LIBRARIES & found
     assert not {"subprocess", "ssl", "ctypes", "ipaddress", "logging", "dataclasses"} & found
+
+
+def test_iptables_does_not_pay_for_nf_tables() -> None:
+    """A pod that is programmed through iptables loads nothing of the other back end."""
+    code = "import sys, istio_cni.plugin.program, istio_cni.capture.iptables; print(*sys.modules)"
+    found = subprocess.check_output([sys.executable, "-I", "-c", code], text=True, env={}).split()
+    native = {"istio_cni.capture.native", *(f"istio_cni.rules.{n}" for n in NATIVE_MODULES)}
+    assert not (native | {"hashlib"}) & set(found)
 
 
 BROKEN = ("{", '{"a"', '{"a" 1}', '{"a":1', '{"a":1,}', "{'a':1}", '"abc', '{"a":"x', '{"a":"\\q"}')

@@ -50,18 +50,19 @@ def program(
     differs, or REWRITE everything. Whatever another back end has made goes, while one of the two
     captures at any moment. A choice that is not sure gives way where no iptables works.
     """
-    from istio_cni.capture import native  # captured pods only
+    reason = choice.reason
+    if choice.name == IPTABLES:
+        from istio_cni.capture import iptables  # the iptables back end only
 
-    if choice.name == NFTABLES:
-        return native.program(net, config, log, choice.reason, existing)
-    from istio_cni.capture import iptables  # the iptables back end only
+        try:
+            return iptables.program(net, config, log, reason, existing)
+        except NoUsableBackend as error:
+            if choice.sure:
+                raise
+            reason = error.msg
+    from istio_cni.capture import native  # the nftables back end only
 
-    try:
-        return iptables.program(net, config, log, choice.reason, existing)
-    except NoUsableBackend as error:
-        if choice.sure:
-            raise
-        return native.program(net, config, log, error.msg, existing)
+    return native.program(net, config, log, reason, existing)
 
 
 def clean_up(net: Netfilter, log: Log) -> Report:

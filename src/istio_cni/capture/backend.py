@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from istio_cni.constants import NFT_FAMILY, NFT_GUARD, NFT_TABLES
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules.config import CaptureConfig
-from istio_cni.rules.nftables import FAMILY, GUARD, TABLES
 
 AUTO, IPTABLES, NFTABLES = "auto", "iptables", "nftables"
 _IPTABLES = frozenset(netlink.IPTABLES_TABLES)
@@ -57,17 +57,16 @@ def choose(net: Netfilter, config: CaptureConfig, *, foreign: bool = False) -> C
 
 def ours_native(tables: tuple[netlink.Listed, ...]) -> dict[str, str]:
     """Return our own tables among those listed, with their comments."""
-    names = TABLES.values()
     return {
         table.name: table.comment
         for table in tables
-        if table.family == FAMILY and table.name in names
+        if table.family == NFT_FAMILY and table.name in NFT_TABLES
     }
 
 
 def guard_stands(tables: tuple[netlink.Listed, ...]) -> bool:
     """Tell whether the drop rules stand that our own back end puts up while it replaces tables."""
-    return any((table.family, table.name) == (FAMILY, GUARD.name) for table in tables)
+    return any((table.family, table.name) == (NFT_FAMILY, NFT_GUARD) for table in tables)
 
 
 def may_hold_iptables(tables: tuple[netlink.Listed, ...]) -> bool:

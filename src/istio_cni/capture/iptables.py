@@ -14,7 +14,6 @@ from istio_cni.errors import InvalidParameter, ProgrammingFailed
 from istio_cni.rules import state as tables_of
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.model import Family, Ruleset, Table
-from istio_cni.rules.nftables import FAMILY
 from istio_cni.rules.sidecar import generate
 from istio_cni.rules.state import State, differences, ours
 
@@ -56,7 +55,7 @@ def difference(net: Netfilter, config: CaptureConfig, variants: dict[str, str]) 
     """Return the first thing in which iptables' tables differ from what is wanted, or ""."""
     ruleset = prepare(config)
     for name in ours_native(netlink.nft_tables()):
-        return f"{FAMILY} {name}: the table is unexpected"
+        return f"{constants.NFT_FAMILY} {name}: the table is unexpected"
     for family in Family:
         target = tables_of.wanted(ruleset, family)
         found = _family_difference(net, family, target, variants.get(BASE[family], ""))

@@ -128,7 +128,8 @@ def _print_rules(options: Options, config: CaptureConfig) -> None:
         log.info("nothing to print: a clean-up removes what it finds")
         return
     if config.backend == NFTABLES:
-        found, commands = _native_documents(options, config), "nft"
+        found = _native_documents(options, config)
+        commands = "".join(found.values())
     elif options.output != TEXT:
         raise InvalidParameter(
             f"--output={options.output}: only the back end nftables has it; add --backend=nftables"
@@ -136,10 +137,15 @@ def _print_rules(options: Options, config: CaptureConfig) -> None:
     else:
         from istio_cni.capture.iptables import prepare
 
-        found, commands = documents(prepare(config)), "iptables-save"
-    _print("".join(f"# {command}\n{text}" for command, text in found.items()))
+        found = documents(prepare(config))
+        saves = [f"{name.partition('-')[0]}-save\n" for name in found]
+        commands = "".join(("iptables-save\nip6tables-save\n", *found.values(), *saves))
+    _print("".join(f"# {title}\n{text}" for title, text in found.items()))
     if options.transcript:
-        _write_transcript(options.transcript, found, commands)
+        from istio_cni.edge import files  # asked for by a variable
+
+        files.write_whole(options.transcript, commands.encode())
+        log.info("commands written to %s", options.transcript)
 
 
 def _native_documents(options: Options, config: CaptureConfig) -> dict[str, str]:
@@ -154,25 +160,11 @@ def _native_documents(options: Options, config: CaptureConfig) -> dict[str, str]
         return {"nft -f -": nftables.render(nftables.reference(ruleset))}
     wanted = compile_rules(config)
     if options.output == COMPLETE:
-        tables = nftables.complete(generate(detect.resolve_owners(config)))
-        return {"nft -f -": nftables.render_complete(tables, wanted.comment)}
+        return {"nft -f -": nftables.render_complete(wanted.tables, wanted.comment)}
     batch = nfnetlink.transaction(wanted.messages, comment=wanted.comment)
     size = sum(len(message.body) for message in batch)
     title = f"nf_tables netlink: one batch, {len(batch)} messages, {size} bytes of attributes"
     return {title: nfdump.describe(batch)}
-
-
-def _write_transcript(path: str, found: Mapping[str, str], commands: str) -> None:
-    """Write the commands of a run, in order, to the file that a variable names."""
-    from istio_cni.edge import files  # asked for by a variable
-
-    if commands == "nft":
-        text = "".join(found.values())
-    else:
-        saves = [f"{name.partition('-')[0]}-save\n" for name in found]
-        text = "".join(("iptables-save\nip6tables-save\n", *found.values(), *saves))
-    files.write_whole(path, text.encode())
-    log.info("commands written to %s", path)
 
 
 def _print(text: str) -> None:

@@ -7,26 +7,29 @@ from typing import NamedTuple
 from istio_cni.capture import routing
 from istio_cni.capture.backend import NFTABLES, Report, guard_stands, may_hold_iptables
 from istio_cni.capture.detect import resolve_owners
-from istio_cni.capture.session import REFUSE, REWRITE, Log, changing
+from istio_cni.capture.session import REFUSE, REWRITE, Log, changing, rules_difference
+from istio_cni.constants import NFT_FAMILY, NFT_GUARD
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules import nfnetlink
 from istio_cni.rules.config import CaptureConfig
-from istio_cni.rules.nftables import FAMILY, GUARD, TABLES, complete
+from istio_cni.rules.nftables import NftTable, complete
 from istio_cni.rules.sidecar import generate
 
 
 class Wanted(NamedTuple):
-    """The messages that make our tables, and the fingerprint that they carry as a comment."""
+    """Our tables, the messages that make them, the fingerprint that they carry as a comment."""
 
+    tables: tuple[NftTable, ...]
     messages: tuple[nfnetlink.Message, ...]
     comment: str
 
 
 def compile_rules(config: CaptureConfig) -> Wanted:
     """Turn a configuration into what the kernel is to hold. Raises InvalidParameter."""
-    messages = nfnetlink.messages(complete(generate(resolve_owners(config))))
-    return Wanted(messages, nfnetlink.fingerprint(messages))
+    tables = complete(generate(resolve_owners(config)))
+    messages = nfnetlink.messages(tables)
+    return Wanted(tables, messages, nfnetlink.fingerprint(messages))
 
 
 def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existing: str) -> Report:
@@ -56,15 +59,12 @@ def difference(net: Netfilter, config: CaptureConfig) -> str:
 
     That iptables holds rules of ours, too, is a difference.
     """
-    from istio_cni.rules import nfdump  # CHECK only
-
     wanted = compile_rules(config)
     with netlink.Ruleset() as kernel:
-        present = nfdump.read(kernel.dump(tuple(TABLES.values())))
+        found = rules_difference(kernel, wanted.messages)
         tables = kernel.tables()
-    found = nfdump.difference(present, wanted.messages)
     if not found and guard_stands(tables):
-        found = f"{FAMILY} {GUARD.name}: a run was killed, and no connection can begin"
+        found = f"{NFT_FAMILY} {NFT_GUARD}: a run was killed, and no connection can begin"
     if found or not may_hold_iptables(tables):
         return found
     from istio_cni.capture import iptables  # where iptables has tables

@@ -17,7 +17,6 @@ from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netns import hold_apply_lock
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
-from istio_cni.rules.nftables import FAMILY, GUARD, TABLES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ class Session:
         self.net = net
         self.log = log
         self.changed: list[str] = []
-        self.tables = tables
         self.native = ours_native(tables)
         self.guarded = guard_stands(tables)
         self.native_made = False
@@ -65,13 +63,13 @@ class Session:
     def refuse_native(self) -> None:
         """Refuse to replace what our own back end has made."""
         for name in self.native:
-            raise other_rules(f"the back end nftables has made {FAMILY} {name}")
+            raise other_rules(f"the back end nftables has made {constants.NFT_FAMILY} {name}")
 
     def refuse_other(self, wanted: tuple[Message, ...], comment: str) -> None:
         """Refuse to replace tables of ours that another configuration made; name a difference."""
         if self.native and set(self.native.values()) != {comment}:
             with netlink.Ruleset() as kernel:
-                found = self._difference(kernel, wanted)
+                found = rules_difference(kernel, wanted)
             if found:  # kernels before 5.10 keep no comments
                 raise other_rules(found)
 
@@ -109,18 +107,12 @@ class Session:
             self.target = dict.fromkeys((message.table for message in wanted), comment)
             if had and wanted:
                 self._put_up_guard(kernel)
-            for _ in range(SETTLE_TRIES):
-                try:
-                    kernel.commit(transaction(wanted, present=self.native, comment=comment))
-                    self.native = self.target
-                    return
-                except netlink.Unsettled as unsettled:
-                    self.log("debug", f"{unsettled.msg}; looking again")
-                    time.sleep(SETTLE_PAUSE_S)
-                    self.native = ours_native(kernel.tables())
-                if self._holds(kernel, wanted, comment):
-                    return
-        raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
+            self._settle(
+                kernel,
+                lambda: transaction(wanted, present=self.native, comment=comment),
+                lambda _: self._holds(kernel, wanted, comment),
+            )
+            self.native = self.target
 
     def remove_native(self) -> None:
         """Remove our tables, if there are any."""
@@ -129,10 +121,11 @@ class Session:
 
     def _put_up_guard(self, kernel: netlink.Ruleset) -> None:
         from istio_cni.rules.nfnetlink import messages  # tables that are replaced only
+        from istio_cni.rules.nftables import GUARD
 
         if not self.guarded:
             self.guarded = True  # whatever comes: it is to go again
-            self._settle(kernel, messages([GUARD]), stands=True)
+            self._settle(kernel, lambda: messages([GUARD]), guard_stands)
         netlink.wait_for_packets()
 
     def _take_down_guard(self) -> None:
@@ -142,20 +135,29 @@ class Session:
         from istio_cni.rules.nfnetlink import transaction  # tables that are replaced only
 
         netlink.wait_for_packets()
+        removal = transaction((), present=[constants.NFT_GUARD])
         with netlink.Ruleset() as kernel:
-            self._settle(kernel, transaction((), present=[GUARD.name]), stands=False)
+            self._settle(kernel, lambda: removal, lambda tables: not guard_stands(tables))
         self.guarded = False
 
-    def _settle(self, kernel: netlink.Ruleset, batch: tuple[Message, ...], *, stands: bool) -> None:
-        """Send the batch that puts the guard up, or takes it down, until that is so."""
+    def _settle(
+        self,
+        kernel: netlink.Ruleset,
+        batch: Callable[[], tuple[Message, ...]],
+        is_done: Callable[[tuple[netlink.Listed, ...]], bool],
+    ) -> None:
+        """Send a batch; where its end is not known, look at the tables and send it again."""
         for _ in range(SETTLE_TRIES):
             try:
-                return kernel.commit(batch)
-            except netlink.Unsettled:
-                if guard_stands(kernel.tables()) is stands:
-                    return None
-                time.sleep(SETTLE_PAUSE_S)
-        raise TryAgainLater(f"nf_tables tables changed {SETTLE_TRIES} times meanwhile")
+                return kernel.commit(batch())
+            except netlink.Unsettled as unsettled:
+                self.log("debug", f"{unsettled.msg}; looking again")
+            time.sleep(SETTLE_PAUSE_S)
+            tables = kernel.tables()
+            self.native = ours_native(tables)
+            if is_done(tables):
+                return None
+        raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
 
     def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
         names = {message.table for message in wanted}
@@ -163,12 +165,7 @@ class Session:
             return False
         if not names:
             return True
-        return not self._difference(kernel, wanted)
-
-    def _difference(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...]) -> str:
-        from istio_cni.rules import nfdump  # a second run only
-
-        return nfdump.difference(nfdump.read(kernel.dump(tuple(TABLES.values()))), wanted)
+        return not rules_difference(kernel, wanted)
 
     def is_whole(self) -> bool:
         """Tell whether all is done: our tables come last, and are what they are to be.
@@ -187,6 +184,13 @@ class Session:
         except IstioCNIError as second:
             lost = f"addresses and routes could not be restored ({second.msg})"
             raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
+
+
+def rules_difference(kernel: netlink.Ruleset, wanted: tuple[Message, ...]) -> str:
+    """Return the first thing in which our tables in the kernel differ from what is wanted."""
+    from istio_cni.rules import nfdump  # a second run, or a CHECK
+
+    return nfdump.difference(nfdump.read(kernel.dump(constants.NFT_TABLES)), wanted)
 
 
 def other_rules(what: str) -> ProgrammingFailed:

@@ -81,14 +81,14 @@ def _capture_recorded(
         record.made_rules = not others
         attachments.write(record)
     try:
-        choice = _choose(netns, config, deadline)
+        foreign = namespaces.is_foreign(netns)
         answer = _inside(
             netns,
             request.netns,
-            choice.name,
+            lambda net: apply.choose(net, config, foreign=foreign),
             deadline,
             log,
-            lambda inside, net: _program(inside, net, config, choice),
+            lambda inside, net, choice: _program(inside, net, config, choice),
         )
     except Interrupted:
         raise  # the record stays, so that DEL undoes what is there
@@ -132,27 +132,20 @@ def _strings(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def _choose(netns: int, config: CaptureConfig, deadline: float) -> apply.Choice:
-    """Choose the back end; what a namespace holds already is part of it."""
-    foreign, net = namespaces.is_foreign(netns), Netfilter(deadline=deadline)
-    with namespaces.visiting(netns):
-        return apply.choose(net, config, foreign=foreign)
-
-
 def _inside(
     netns: int,
     path: str,
-    backend: str,
+    choose: Callable[[Netfilter], apply.Choice],
     deadline: float,
     log: Log,
-    work: Callable[[Inside, Netfilter], dict[str, object]],
+    work: Callable[[Inside, Netfilter, apply.Choice], dict[str, object]],
 ) -> dict[str, object]:
-    """Run work in the namespace, in a child where a back end would start programs there.
+    """Choose a back end in the namespace, and work there; in a child if it starts programs.
 
     Part of the time is kept for a roll-back.
     """
 
-    def run(inside: Inside) -> dict[str, object]:
+    def run(inside: Inside, choice: apply.Choice) -> dict[str, object]:
         left = deadline - time.monotonic()
         net = Netfilter(
             deadline=deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
@@ -160,16 +153,23 @@ def _inside(
             lock_file=path,
             shadow_lock=inside.shadow_lock,
         )
-        return work(inside, net)
+        return work(inside, net, choice)
 
-    if backend == apply.NFTABLES:
-        with namespaces.visiting(netns):
-            if not apply.may_start_programs():
-                return run(namespaces.Inside(log))
-    answer = namespaces.run_inside(run, netns, deadline=deadline, log=log)
+    with namespaces.visiting(netns):
+        choice = choose(Netfilter(deadline=deadline))
+        if not apply.may_start_programs(choice.name):
+            return run(namespaces.Inside(log), choice)
+    answer = namespaces.run_inside(
+        lambda inside: run(inside, choice), netns, deadline=deadline, log=log
+    )
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
     return answer
+
+
+def _by(backend: str) -> Callable[[Netfilter], apply.Choice]:
+    """Choose a back end that is known already."""
+    return lambda _: apply.Choice(backend, "recorded")
 
 
 def _program(
@@ -205,13 +205,14 @@ def undo(path: str, record: Attachment, deadline: float, log: Log) -> bool:
         if namespaces.identity(netns) != record.inode or namespaces.is_host(netns):
             return False
 
-        def clean(inside: Inside, net: Netfilter) -> dict[str, object]:
+        def clean(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
             if record.cookie and netlink.namespace_cookie() != record.cookie:
                 return {"undone": False}
             apply.clean_up(net, inside.log)
             return {"undone": True}
 
-        return _inside(netns, path, record.backend, deadline, log, clean)["undone"] is True
+        answer = _inside(netns, path, _by(record.backend), deadline, log, clean)
+        return answer["undone"] is True
     finally:
         os.close(netns)
 
@@ -221,21 +222,21 @@ def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str
     if not record.settings:
         return "programming it was never finished"
 
-    def compare(_: Inside, net: Netfilter) -> dict[str, object]:
+    def compare(_: Inside, net: Netfilter, choice: apply.Choice) -> dict[str, object]:
         if record.cookie and netlink.namespace_cookie() != record.cookie:
             return {"difference": "this is another network namespace than ADD programmed"}
         config = read_settings(record.settings, lambda setting: setting.key)
-        return {"difference": apply.check(net, config, record.backend, record.variants)}
+        return {"difference": apply.check(net, config, choice.name, record.variants)}
 
-    answer = _inside(netns, record.netns, record.backend, deadline, log, compare)
+    answer = _inside(netns, record.netns, _by(record.backend), deadline, log, compare)
     return str(answer["difference"])
 
 
 def derived_difference(config: CaptureConfig, netns: int, deadline: float, log: Log) -> str:
     """Return in what a namespace differs from a configuration, whatever holds our rules there."""
 
-    def compare(inside: Inside, net: Netfilter) -> dict[str, object]:
+    def compare(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
         wanted = _with_families(config, inside.log)
         return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
-    return str(_inside(netns, "", apply.NFTABLES, deadline, log, compare)["difference"])
+    return str(_inside(netns, "", _by(apply.NFTABLES), deadline, log, compare)["difference"])

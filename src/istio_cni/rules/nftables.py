@@ -22,6 +22,7 @@ from ipaddress import (
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
+from istio_cni import constants
 from istio_cni.rules.model import (
     DROP,
     RETURN,
@@ -46,11 +47,11 @@ from istio_cni.rules.model import (
     tcp,
 )
 
-FAMILY = "inet"
+FAMILY = constants.NFT_FAMILY
 TABLES = {
-    Table.NAT: "istio-proxy-nat",
-    Table.MANGLE: "istio-proxy-mangle",
-    Table.RAW: "istio-proxy-raw",
+    Table.NAT: constants.NFT_NAT,
+    Table.MANGLE: constants.NFT_MANGLE,
+    Table.RAW: constants.NFT_RAW,
 }
 """Our tables, in the order in which they are sent."""
 
@@ -64,15 +65,15 @@ class Hook(NamedTuple):
 
 
 HOOKS = {
-    ("istio-proxy-nat", "prerouting"): Hook("nat", "prerouting", -100),
-    ("istio-proxy-nat", "output"): Hook("nat", "output", -100),
-    ("istio-proxy-mangle", "prerouting"): Hook("filter", "prerouting", -150),
-    ("istio-proxy-mangle", "output"): Hook("route", "output", -150),  # a new mark is routed anew
-    ("istio-proxy-raw", "prerouting"): Hook("filter", "prerouting", -300),
-    ("istio-proxy-raw", "output"): Hook("filter", "output", -300),  # before conntrack, for zones
-    ("istio-proxy-guard", "input"): Hook("filter", "input", 0),
-    ("istio-proxy-guard", "forward"): Hook("filter", "forward", 0),
-    ("istio-proxy-guard", "output"): Hook("filter", "output", 0),
+    (constants.NFT_NAT, "prerouting"): Hook("nat", "prerouting", -100),
+    (constants.NFT_NAT, "output"): Hook("nat", "output", -100),
+    (constants.NFT_MANGLE, "prerouting"): Hook("filter", "prerouting", -150),
+    (constants.NFT_MANGLE, "output"): Hook("route", "output", -150),  # a new mark is routed anew
+    (constants.NFT_RAW, "prerouting"): Hook("filter", "prerouting", -300),
+    (constants.NFT_RAW, "output"): Hook("filter", "output", -300),  # before conntrack, for zones
+    (constants.NFT_GUARD, "input"): Hook("filter", "input", 0),
+    (constants.NFT_GUARD, "forward"): Hook("filter", "forward", 0),
+    (constants.NFT_GUARD, "output"): Hook("filter", "output", 0),
 }
 CHAINS = {
     Table.NAT: (
@@ -139,7 +140,7 @@ class NftTable(NamedTuple):
 _GUARDED = ("input", "forward", "output")
 _NEW = NftRule("", (conntrack_state("NEW"),), DROP)
 GUARD = NftTable(
-    "istio-proxy-guard", _GUARDED, tuple(_NEW._replace(chain=chain) for chain in _GUARDED)
+    constants.NFT_GUARD, _GUARDED, tuple(_NEW._replace(chain=chain) for chain in _GUARDED)
 )
 """Lets no connection begin while our tables are replaced.
 
@@ -181,18 +182,18 @@ def complete(ruleset: Ruleset) -> tuple[NftTable, ...]:
     sets.
     """
     spared = [family for family in Family if family not in ruleset.families]
-    tables = []
-    for table, chains in kernel_order(ruleset.rules).items():
-        name, named = TABLES[table], {chain_name(chain): rules for chain, rules in chains.items()}
+    held, tables = kernel_order(ruleset.rules), []
+    for table, name in TABLES.items():
+        named = {chain_name(chain): rules for chain, rules in held.get(table, {}).items()}
         present = tuple(chain for chain in CHAINS[table] if chain in named)
         rules: list[NftRule] = []
         for chain in present:
             if (name, chain) in HOOKS:
                 rules += (NftRule(chain, (OfFamily(family),), RETURN) for family in spared)
             rules += _mended(_lowered(rule) for rule in named[chain])
-        tables.append(NftTable(name, present, tuple(rules)))
-    order = list(TABLES.values())
-    return tuple(sorted(tables, key=lambda table: order.index(table.name)))
+        if rules:
+            tables.append(NftTable(name, present, tuple(rules)))
+    return tuple(tables)
 
 
 def additions(ruleset: Ruleset) -> tuple[str, ...]:
