@@ -71,6 +71,7 @@ CURRENT_BUNDLE = "current"  # the link in there that leads to the one in use
 # -- limits (ours) -----------------------------------------------------------------------------
 ADD_TIMEOUT_S = 20.0  # one ADD in process, all in all
 LOOK_UP_TIMEOUT_S = 12.0  # part of it for the API server
+LOOK_UP_SHARE = 0.6  # of what is left, where that is less
 CHECK_TIMEOUT_S = 10.0
 ROLLBACK_RESERVE_S = 4.0  # part of it kept for restoring the former state
 DEL_UNDO_TIMEOUT_S = 1.0

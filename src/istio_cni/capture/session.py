@@ -80,8 +80,14 @@ class Session:
             if not routing.difference(present, target):
                 return
             self.former_routing = present
+            self.confirm()
             routing.apply(route, present, target)
         self.changed.append("addresses and routes")
+
+    def confirm(self) -> None:
+        """Raise if nobody wants the next change any more."""
+        if self.net.may_commit is not None:
+            self.net.may_commit()
 
     def commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool = False) -> None:
         """Make our tables hold these rules and nothing else, in one batch; nothing if they do.
@@ -149,7 +155,7 @@ class Session:
         """Send a batch; where its end is not known, look at the tables and send it again."""
         for _ in range(SETTLE_TRIES):
             try:
-                return kernel.commit(batch())
+                return self._commit_batch(kernel, batch())
             except netlink.Unsettled as unsettled:
                 self.log("debug", f"{unsettled.msg}; looking again")
             time.sleep(SETTLE_PAUSE_S)
@@ -158,6 +164,15 @@ class Session:
             if is_done(tables):
                 return None
         raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
+
+    def _commit_batch(self, kernel: netlink.Ruleset, batch: tuple[Message, ...]) -> None:
+        """Send a batch; where somebody may give up meanwhile, only if nothing has changed since.
+
+        Whoever gave up goes on without us: a batch that was held up must not undo that.
+        """
+        generation = 0 if self.net.may_commit is None else kernel.generation()
+        self.confirm()
+        kernel.commit(batch, generation)
 
     def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
         names = {message.table for message in wanted}

@@ -172,6 +172,7 @@ class Run(Session):
         document = text(present)
         if not document:
             return False
+        self.confirm()
         self.touched.setdefault((family, tool.variant), Held(tool, present))
         load(self.net, tool, document, lambda: text(self._now(tool)))
         self.changed.append(f"{BASE[family]} ({tool.variant})")

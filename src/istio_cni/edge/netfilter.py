@@ -113,7 +113,8 @@ class Netfilter:
     After `deadline` there is time for a roll-back until `rollback_deadline`. `lock_file` is a file
     unique to the namespace (its path) in CNI mode, "" otherwise: then the node-wide xtables lock is
     waited for, `lock_wait_s` seconds. `keep` is a descriptor that programs inherit, so that the
-    apply lock outlives a killed parent until they have ended.
+    apply lock outlives a killed parent until they have ended. `may_commit` is called right before
+    every change, and raises where nobody wants it any more; None: somebody does in any case.
     """
 
     __slots__ = (
@@ -123,6 +124,7 @@ class Netfilter:
         "keep",
         "lock_file",
         "lock_wait_s",
+        "may_commit",
         "rollback_deadline",
         "search_path",
     )
@@ -136,7 +138,9 @@ class Netfilter:
         lock_file: str = "",
         lock_wait_s: int = XTABLES_WAIT_S,
         shadow_lock: Callable[[str], bool] | None = None,
+        may_commit: Callable[[], None] | None = None,
     ) -> None:
+        self.may_commit = may_commit
         self.deadline = deadline
         self.rollback_deadline = rollback_deadline or deadline + ROLLBACK_RESERVE_S
         self.search_path = search_path

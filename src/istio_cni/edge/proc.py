@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 
 OWN_NETNS = "/proc/self/ns/net"
+THREAD_NETNS = "/proc/thread-self/ns/net"
 HOST_NETNS = "/proc/1/ns/net"
 
 
@@ -17,18 +19,21 @@ def namespace(path: str | int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def pin(path: str) -> int | None:
-    """Open what a path leads to now, None if that is nothing; the caller closes it.
+def pin(path: str) -> int | OSError:
+    """Open what a path leads to now, or say why nothing is; the caller closes it.
 
     Paths below /proc/<pid> lead elsewhere once a process id is used again. What is held open stays
     what it is, and its inode number is not used again meanwhile.
     """
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return None
+    except OSError as error:
+        return error
+    except ValueError:  # no path at all: it has a NUL
+        return OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-def release(descriptor: int) -> None:
+def release(pinned: int | OSError) -> None:
     """Close what `pin` has opened."""
-    os.close(descriptor)
+    if isinstance(pinned, int):
+        os.close(pinned)

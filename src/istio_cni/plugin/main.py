@@ -96,10 +96,11 @@ def _host(env: dict[str, str], stderr: TextIO) -> tuple[Verbs, Report]:
         return logs[0]
 
     def call(request: Request) -> JSON | None:
-        from istio_cni.plugin.verbs import Verbs  # every verb but VERSION
+        from istio_cni.plugin.host import Host  # every verb but VERSION
+        from istio_cni.plugin.verbs import Verbs
 
         override = env.get("CNI_NETNS_OVERRIDE", "").lower() in ("1", "true")
-        return Verbs(log(), netns_override=override).table()[request.command](request)
+        return Verbs(Host(log(), netns_override=override)).table()[request.command](request)
 
     def report(verb: str, container_id: str, error: IstioCNIError) -> None:
         log().bind(verb=verb, container_id=container_id)

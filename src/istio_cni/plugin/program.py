@@ -27,19 +27,20 @@ if TYPE_CHECKING:
     from istio_cni.cni.request import Request
     from istio_cni.edge.netns import Inside
     from istio_cni.plugin.attachments import Attachments
+    from istio_cni.plugin.host import Host
     from istio_cni.rules.config import CaptureConfig
 
     Log = Callable[[str, str], None]
 
 
 def capture(
+    host: Host,
     request: Request,
     config: CaptureConfig,
     pod_uid: str,
-    pinned: int | None,
+    pinned: int | OSError,
     attachments: Attachments,
     deadline: float,
-    log: Log,
 ) -> apply.Report:
     """Make a pod's namespace hold a configuration, or leave it as it was and raise.
 
@@ -53,21 +54,21 @@ def capture(
             try:
                 stack.enter_context(attachments.lock(request.container_id, deadline))
             except IOFailure as error:
-                log("warn", f"no record of this attachment: {error.msg}")
+                host.log.warn(f"no record of this attachment: {error.msg}")
                 records = None
-            return _capture_recorded(request, config, pod_uid, netns, records, deadline, log)
+            return _capture_recorded(host, request, config, pod_uid, netns, records, deadline)
     finally:
         os.close(netns)
 
 
 def _capture_recorded(
+    host: Host,
     request: Request,
     config: CaptureConfig,
     pod_uid: str,
     netns: int,
     attachments: Attachments | None,
     deadline: float,
-    log: Log,
 ) -> apply.Report:
     record, former = _record(request, pod_uid, netns), None
     others: list[Attachment] = []
@@ -83,11 +84,11 @@ def _capture_recorded(
     try:
         foreign = namespaces.is_foreign(netns)
         answer = _inside(
+            host,
             netns,
             request.netns,
             lambda net: apply.choose(net, config, foreign=foreign),
             deadline,
-            log,
             lambda inside, net, choice: _program(inside, net, config, choice),
         )
     except Interrupted:
@@ -133,11 +134,11 @@ def _strings(value: object) -> list[str]:
 
 
 def _inside(
+    host: Host,
     netns: int,
     path: str,
     choose: Callable[[Netfilter], apply.Choice],
     deadline: float,
-    log: Log,
     work: Callable[[Inside, Netfilter, apply.Choice], dict[str, object]],
 ) -> dict[str, object]:
     """Choose a back end in the namespace, and work there; in a child if it starts programs.
@@ -150,17 +151,18 @@ def _inside(
         net = Netfilter(
             deadline=deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
             rollback_deadline=deadline - left / 20,  # and the time to tell
-            lock_file=path,
+            lock_file=host.lock_file(path, netns),
             shadow_lock=inside.shadow_lock,
+            may_commit=host.may_commit,
         )
         return work(inside, net, choice)
 
     with namespaces.visiting(netns):
         choice = choose(Netfilter(deadline=deadline))
         if not apply.may_start_programs(choice.name):
-            return run(namespaces.Inside(log), choice)
+            return run(namespaces.Inside(host.log.write), choice)
     answer = namespaces.run_inside(
-        lambda inside: run(inside, choice), netns, deadline=deadline, log=log
+        lambda inside: run(inside, choice), netns, deadline=deadline, log=host.log.write
     )
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
@@ -198,11 +200,11 @@ def _with_families(config: CaptureConfig, log: Log) -> CaptureConfig:
     return config._replace(ipv6=ipv6)
 
 
-def undo(path: str, record: Attachment, deadline: float, log: Log) -> bool:
+def undo(host: Host, path: str, pinned: int | OSError, record: Attachment, deadline: float) -> bool:
     """Remove our objects from a namespace if it is the record's; tell whether it was."""
-    netns = namespaces.open_netns(path)
+    netns = namespaces.open_netns(path, pinned)
     try:
-        if namespaces.identity(netns) != record.inode or namespaces.is_host(netns):
+        if namespaces.identity(netns) != record.inode or host.is_node_s(netns):
             return False
 
         def clean(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
@@ -211,13 +213,13 @@ def undo(path: str, record: Attachment, deadline: float, log: Log) -> bool:
             apply.clean_up(net, inside.log)
             return {"undone": True}
 
-        answer = _inside(netns, path, _by(record.backend), deadline, log, clean)
+        answer = _inside(host, netns, path, _by(record.backend), deadline, clean)
         return answer["undone"] is True
     finally:
         os.close(netns)
 
 
-def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str:
+def difference(host: Host, record: Attachment, netns: int, deadline: float) -> str:
     """Return the first thing in which a namespace differs from a record; "" if nothing does."""
     if not record.settings:
         return "programming it was never finished"
@@ -228,15 +230,16 @@ def difference(record: Attachment, netns: int, deadline: float, log: Log) -> str
         config = read_settings(record.settings, lambda setting: setting.key)
         return {"difference": apply.check(net, config, choice.name, record.variants)}
 
-    answer = _inside(netns, record.netns, _by(record.backend), deadline, log, compare)
+    answer = _inside(host, netns, record.netns, _by(record.backend), deadline, compare)
     return str(answer["difference"])
 
 
-def derived_difference(config: CaptureConfig, netns: int, deadline: float, log: Log) -> str:
+def derived_difference(host: Host, config: CaptureConfig, netns: int, deadline: float) -> str:
     """Return in what a namespace differs from a configuration, whatever holds our rules there."""
 
     def compare(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
         wanted = _with_families(config, inside.log)
         return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
-    return str(_inside(netns, "", _by(apply.NFTABLES), deadline, log, compare)["difference"])
+    answer = _inside(host, netns, "", _by(apply.NFTABLES), deadline, compare)
+    return str(answer["difference"])

@@ -24,6 +24,7 @@ from istio_cni.errors import (
     quoted,
 )
 from istio_cni.plugin import select, source
+from istio_cni.plugin.host import DECIDE, LOOK_UP, PROGRAM
 from istio_cni.plugin.netconf import Netconf
 
 TYPE_CHECKING = False
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from istio_cni.cni.document import JSON
     from istio_cni.cni.request import Request
     from istio_cni.plugin.attachments import Attachment, Attachments
-    from istio_cni.plugin.log import Log
+    from istio_cni.plugin.host import Host
     from istio_cni.plugin.pod import Pod
     from istio_cni.rules.config import CaptureConfig
 
@@ -43,13 +44,13 @@ NO_AMBIENT = (
 
 
 class Verbs:
-    """The verbs of one process; `netns_override` allows its own namespace, never the host's."""
+    """The verbs, run by a host."""
 
-    __slots__ = ("_log", "_override")
+    __slots__ = ("_host", "_log")
 
-    def __init__(self, log: Log, *, netns_override: bool = False) -> None:
-        self._log = log
-        self._override = netns_override
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._log = host.log
 
     def table(self) -> dict[str, Callable[[Request], JSON | None]]:
         """Return the verbs by name, as the dispatcher wants them."""
@@ -63,23 +64,22 @@ class Verbs:
 
     def add(self, request: Request) -> JSON:
         """Capture the pod's traffic, if it is ours to capture; return the result to pass on."""
-        deadline = time.monotonic() + constants.ADD_TIMEOUT_S
+        deadline = self._host.limit(constants.ADD_TIMEOUT_S)
         netconf = self._begin(request)
         answer = result.convert(request.prev_result, request.cni_version)
-        netns = proc.pin(request.netns)
+        netns = self._host.pin(request)
         try:
             self._refuse_host(request, netns)
             skip = self._add(request, netconf, netns, deadline)
         finally:
-            if netns is not None:
-                proc.release(netns)
+            proc.release(netns)
         if skip is not None:
             self._log.info(f"not captured: {skip.reason}")
         return answer
 
     def delete(self, request: Request) -> None:
         """Forget the attachment; undo its rules if it made them and the namespace is there."""
-        deadline = time.monotonic() + constants.DEL_UNDO_TIMEOUT_S
+        deadline = self._host.limit(constants.DEL_UNDO_TIMEOUT_S)
         netconf = self._begin(request)
         attachments = self._attachments(netconf)
         if not attachments.has_traces(request.container_id, request.ifname):
@@ -99,7 +99,7 @@ class Verbs:
 
     def check(self, request: Request) -> None:
         """Prove that the kernel holds what ADD programmed; raise RulesAltered if not."""
-        deadline = time.monotonic() + constants.CHECK_TIMEOUT_S
+        deadline = self._host.limit(constants.CHECK_TIMEOUT_S)
         netconf = self._begin(request)
         record = self._attachments(netconf).read(request.container_id, request.ifname)
         if record is None and self._skipped(request, netconf):
@@ -170,28 +170,25 @@ class Verbs:
         return Attachments(netconf.cni_agent_run_dir, self._log.write)
 
     def _add(
-        self, request: Request, netconf: Netconf, netns: int | None, deadline: float
+        self, request: Request, netconf: Netconf, netns: int | OSError, deadline: float
     ) -> select.Skip | None:
         """Decide about a pod, and capture it unless there is a reason not to."""
         skip = select.before_look_up(request, netconf)
         if skip is not None:
             return skip
-        pod = self._look_up(request, netconf, time.monotonic() + constants.LOOK_UP_TIMEOUT_S)
+        limit = self._host.limit(constants.LOOK_UP_TIMEOUT_S, share=constants.LOOK_UP_SHARE)
+        pod = self._look_up(request, netconf, limit)
         skip = self._after_look_up(pod, netconf)
         if skip is None:
             self._capture(request, netconf, pod, netns, deadline)
         return skip
 
-    def _refuse_host(self, request: Request, netns: int | None) -> None:
-        """Refuse the plugin's own namespace and the host's, before anything is done there.
+    def _refuse_host(self, request: Request, netns: int | OSError) -> None:
+        """Refuse the host's namespace, before anything is done there.
 
-        Where the host's cannot be read, the plugin's own may well be it: no override then.
+        One that is not there fails where it is needed.
         """
-        if netns is None:
-            return  # fails where the namespace is needed
-        given, host = proc.namespace(netns), proc.namespace(proc.HOST_NETNS)
-        allowed = self._override and host is not None
-        if given == host or (given == proc.namespace(proc.OWN_NETNS) and not allowed):
+        if isinstance(netns, int) and self._host.is_refused(netns):
             raise InvalidNetns(
                 f"CNI_NETNS {quoted(request.netns)} is the host's network namespace; "
                 "a pod's own is needed"
@@ -200,7 +197,9 @@ class Verbs:
     def _look_up(self, request: Request, netconf: Netconf, limit: float) -> Pod:
         from istio_cni.plugin.pod import Pod  # pods that must be looked up only
 
-        pod = Pod(source.find_pod(request, netconf, limit))
+        self._host.enter(LOOK_UP)
+        pod = Pod(self._host.find_pod(request, netconf, limit))
+        self._host.enter(DECIDE)
         if self._log.wants("debug"):
             self._log.debug(
                 "pod looked up",
@@ -225,15 +224,16 @@ class Verbs:
         return config
 
     def _capture(
-        self, request: Request, netconf: Netconf, pod: Pod, netns: int | None, deadline: float
+        self, request: Request, netconf: Netconf, pod: Pod, netns: int | OSError, deadline: float
     ) -> None:
         """Program the pod's namespace and leave the record."""
         from istio_cni.plugin import program  # captured pods only
 
-        attachments, log = self._attachments(netconf), self._log.write
+        host, attachments = self._host, self._attachments(netconf)
         try:
             config = self._configuration(pod, netconf)
-            report = program.capture(request, config, pod.uid, netns, attachments, deadline, log)
+            host.enter(PROGRAM)
+            report = program.capture(host, request, config, pod.uid, netns, attachments, deadline)
         except IstioCNIError as error:
             error.msg = f"pod {quoted(f'{pod.namespace}/{pod.name}')}: {error.msg}"
             raise
@@ -251,23 +251,29 @@ class Verbs:
     def _undo(self, request: Request, record: Attachment, deadline: float) -> None:
         from istio_cni.plugin import program  # captured pods only
 
+        netns = self._host.pin(request)
         try:
-            undone = program.undo(request.netns, record, deadline, self._log.write)
+            undone = program.undo(self._host, request.netns, netns, record, deadline)
         except InvalidNetns as error:  # what DEL is most often told: the sandbox is gone
             self._log.debug(f"nothing to undo: {error.msg}")
             return
+        finally:
+            proc.release(netns)
         self._log.info("capture undone" if undone else "nothing to undo: this is another namespace")
 
     def _open_netns(self, request: Request) -> int:
         """Open the namespace of a CHECK; raises UnknownContainer if it is gone."""
         from istio_cni.edge import netns as namespaces  # pods that may be captured
 
+        pinned = self._host.pin(request)
         try:
-            return namespaces.open_netns(request.netns)
+            return namespaces.open_netns(request.netns, pinned)
         except InvalidNetns as error:
             if not _is_gone(error.__cause__):
                 raise
             raise UnknownContainer(error.msg) from error
+        finally:
+            proc.release(pinned)
 
     def _skipped(self, request: Request, netconf: Netconf) -> bool:
         """Tell whether a pod without record needs no proof."""
@@ -283,7 +289,7 @@ class Verbs:
         from istio_cni.plugin import program  # captured pods only
 
         try:
-            found = program.difference(record, netns, deadline, self._log.write)
+            found = program.difference(self._host, record, netns, deadline)
         except IstioCNIError as error:  # trouble of ours says nothing about the rules
             error.msg = f"the rules could not be checked: {error.msg}"
             self._log.failure(error)
@@ -298,14 +304,14 @@ class Verbs:
         from istio_cni.plugin import program  # captured pods only
 
         try:
-            limit = time.monotonic() + constants.CHECK_TIMEOUT_S / 2
+            limit = self._host.limit(constants.CHECK_TIMEOUT_S / 2, share=constants.LOOK_UP_SHARE)
             pod = self._look_up(request, netconf, limit)
             skip = self._after_look_up(pod, netconf)
             if skip is not None:
                 self._log.info(f"no record, and nothing to prove: {skip.reason}")
                 return
             config = self._configuration(pod, netconf)
-            found = program.derived_difference(config, netns, deadline, self._log.write)
+            found = program.derived_difference(self._host, config, netns, deadline)
             self._log.warn(f"no record of this attachment; derived: {found or 'captured'}")
         except IstioCNIError as error:
             self._log.warn(f"no record of this attachment, and none can be derived: {error.msg}")

@@ -22,6 +22,7 @@ from istio_cni.errors import (
     UnknownContainer,
 )
 from istio_cni.plugin.attachments import Attachment, Attachments
+from istio_cni.plugin.host import Host as PluginHost
 from istio_cni.plugin.log import Log
 from istio_cni.plugin.verbs import Verbs
 
@@ -78,7 +79,7 @@ class Host:
             prev_result=prev_result,
         )
         try:
-            return Verbs(Log(stream), netns_override=override).table()[verb](request)
+            return Verbs(PluginHost(Log(stream), netns_override=override)).table()[verb](request)
         finally:
             self.log = [json.loads(line) for line in stream.getvalue().splitlines()]
 

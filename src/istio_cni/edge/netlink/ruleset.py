@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 from _thread import start_new_thread
 from contextlib import suppress
 
 from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
-    BATCH_BEGIN,
-    BATCH_END,
     MODULES,
-    NF_TABLES,
     Nftables,
+    framed_batch,
     message,
 )
 from istio_cni.errors import ProgrammingFailed
@@ -113,15 +110,14 @@ class Ruleset(Nftables):
         bodies = (reply[_BODY:] for reply in replies)
         return [(makes, body) for body in bodies if text(dict(attributes(body))[1]) in tables]
 
-    def commit(self, batch: Sequence[Message]) -> None:
-        """Carry out all messages or none.
+    def commit(self, batch: Sequence[Message], generation: int = 0) -> None:
+        """Carry out all messages or none; with a `generation`, none if anything changed since.
 
         Raises Unsettled if the tables must be looked at again first, else ProgrammingFailed with
         the message that the kernel refused and why.
         """
-        frame = struct.pack("!BBH", 0, 0, NF_TABLES)
         inner = [message(one.kind, one.flags, _INET, one.body) for one in batch]
-        framed = [(BATCH_BEGIN, 0, frame), *inner, (BATCH_END, 0, frame)]
+        framed = framed_batch(inner, generation)
         self._has_deleted |= any(one.kind == DELTABLE for one in batch)
         try:
             self.batch("programming nf_tables", framed)

@@ -126,15 +126,12 @@ class Nftables(Netlink):
         With a `generation`, also False if anything has changed since; a chain's policy, for
         instance, is no use that the kernel counts.
         """
-        since = attribute(_GENERATION, struct.pack("!I", generation)) if generation else b""
-        batch = [(BATCH_BEGIN, 0, struct.pack("!BBH", 0, 0, NF_TABLES) + since)]
-        for chain in chains:
-            names = string(_CHAIN_TABLE, table) + string(_CHAIN_NAME, chain)
-            batch.append(message(DELCHAIN, _NONREC, family, names))
+        names = (string(_CHAIN_TABLE, table) + string(_CHAIN_NAME, chain) for chain in chains)
+        batch = [message(DELCHAIN, _NONREC, family, each) for each in names]
         batch.append(message(DELTABLE, _NONREC, family, string(_TABLE_NAME, table)))
-        batch.append((BATCH_END, 0, struct.pack("!BBH", 0, 0, NF_TABLES)))
+        doing = f"deleting the empty nf_tables table {family} {table}"
         try:
-            self.batch(f"deleting the empty nf_tables table {family} {table}", batch)
+            self.batch(doing, framed_batch(batch, generation))
         except Refused as refused:
             if refused.errno not in _LEFT_ALONE:
                 raise
@@ -195,6 +192,15 @@ def message(
     """Make a message of nf_tables, as `ask` and `batch` take it; no family means all."""
     header = struct.pack("!BBH", _FAMILIES.get(family, 0), 0, 0)
     return NF_TABLES << 8 | kind, flags, header + attributes
+
+
+def framed_batch(
+    messages: list[tuple[int, int, bytes]], generation: int = 0
+) -> list[tuple[int, int, bytes]]:
+    """Make a batch of messages; with a `generation`, one that is refused if that has passed."""
+    frame = struct.pack("!BBH", 0, 0, NF_TABLES)
+    since = attribute(_GENERATION, struct.pack("!I", generation)) if generation else b""
+    return [(BATCH_BEGIN, 0, frame + since), *messages, (BATCH_END, 0, frame)]
 
 
 def _said(reply: bytes) -> dict[int, bytes]:

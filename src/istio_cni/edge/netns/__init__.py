@@ -11,7 +11,7 @@ from istio_cni.edge.netns.namespace import (
     identity,
     is_foreign,
     is_here_foreign,
-    is_host,
+    is_netns,
     open_netns,
 )
 
@@ -21,7 +21,7 @@ __all__ = [
     "identity",
     "is_foreign",
     "is_here_foreign",
-    "is_host",
+    "is_netns",
     "open_netns",
     "run_inside",
     "visiting",

@@ -18,13 +18,16 @@ NS_GET_NSTYPE = 0xB703
 APPLY_LOCK = b"\0istio-cni/apply"
 
 
-def open_netns(path: str, pinned: int | None = None) -> int:
+def open_netns(path: str, pinned: int | OSError | None = None) -> int:
     """Open a network namespace by path and return its descriptor; the caller closes it.
 
-    `pinned` is a descriptor of what the path led to when the call began; then that is meant,
-    whatever it leads to now. Raises InvalidNetns when it cannot be opened or is something else.
+    `pinned` is a descriptor of what the path led to when the call began, or why it led nowhere;
+    then that is meant, whatever it leads to now. Raises InvalidNetns when it cannot be opened or is
+    something else.
     """
     try:
+        if isinstance(pinned, OSError):
+            raise pinned
         if pinned is not None:
             netns = os.dup(pinned)
         else:  # it might be a pipe
@@ -33,7 +36,7 @@ def open_netns(path: str, pinned: int | None = None) -> int:
         raise InvalidNetns(
             f"cannot open network namespace {quoted(path)}: {error.strerror}"
         ) from error
-    if _ioctl(netns, NS_GET_NSTYPE) != CLONE_NEWNET:
+    if not is_netns(netns):
         os.close(netns)
         raise InvalidNetns(f"{quoted(path)} is not a network namespace")
     return netns
@@ -45,9 +48,9 @@ def identity(netns: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def is_host(netns: int) -> bool:
-    """Tell whether a namespace is that of process 1, whose traffic must never be captured."""
-    return identity(netns) == _identity_of("/proc/1/ns/net")
+def is_netns(descriptor: int) -> bool:
+    """Tell whether a descriptor is of a network namespace, and not of something else."""
+    return _ioctl(descriptor, NS_GET_NSTYPE) == CLONE_NEWNET
 
 
 def _identity_of(path: str) -> tuple[int, int] | None:

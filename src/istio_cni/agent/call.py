@@ -1,0 +1,169 @@
+"""One call of the launcher, carried out here: the plugin's verbs with the agent as their host.
+
+The agent must never work for somebody who has gone: whoever gave up runs the plugin by itself, or
+has told DEL meanwhile. So it ends a second before its caller stops waiting, and looks for a hang-up
+right before each change.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+
+from istio_cni.agent import frame
+from istio_cni.cni.request import VERBS
+from istio_cni.cni.serve import serve
+from istio_cni.edge import netns as namespaces
+from istio_cni.edge import proc
+from istio_cni.edge.callers import Caller
+from istio_cni.errors import DecodingFailure, IstioCNIError, TryAgainLater
+from istio_cni.plugin.host import Host
+from istio_cni.plugin.log import Log
+from istio_cni.plugin.verbs import Verbs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TextIO
+
+    from istio_cni.cni.document import JSON
+    from istio_cni.cni.request import Request
+    from istio_cni.plugin.netconf import Netconf
+
+    FindPod = Callable[[Request, Netconf, float], dict[str, object]]
+
+MARGIN_S = 1.0  # before the caller stops waiting; half of the time if that is less
+
+
+class Declined(Exception):
+    """A call that is not for this agent; nothing was touched, and the message says why."""
+
+
+class Node:
+    """What all calls of an agent share: which namespaces are not pods', where pods come from."""
+
+    def __init__(
+        self, host_netns: tuple[int, int], find_pod: FindPod, stream: TextIO, root: str = ""
+    ) -> None:
+        self.host_netns = host_netns
+        self.own_netns = proc.namespace(proc.OWN_NETNS)
+        self.find_pod = find_pod
+        self.stream = stream
+        self.root = root
+
+
+class Serving(Host):
+    """The agent as the verbs' host for one call.
+
+    `netns` is the caller's descriptor of the pod's namespace, or why it has none.
+    """
+
+    __slots__ = ("_caller", "_deadline", "_netns", "_node", "phases")
+
+    def __init__(
+        self, node: Node, caller: Caller, header: frame.Header, netns: int | OSError, log: Log
+    ) -> None:
+        super().__init__(log)
+        left = header.deadline - time.monotonic()
+        self._node = node
+        self._caller = caller
+        self._netns = netns
+        self._deadline = header.deadline - min(MARGIN_S, left / 2)
+        self.phases: list[tuple[str, float]] = []
+
+    @property
+    def node_root(self) -> str:  # type: ignore[override] # of this node
+        """Where the node's programs are."""
+        return self._node.root
+
+    def limit(self, seconds: float, share: float = 1.0) -> float:
+        """Return when work must end, before the caller stops waiting."""
+        now = time.monotonic()
+        return min(now + seconds, now + share * (self._deadline - now))
+
+    def enter(self, phase: str) -> None:
+        """Note when a phase begins."""
+        self.phases.append((phase, time.monotonic()))
+
+    def pin(self, request: Request) -> int | OSError:
+        """Hand out the caller's descriptor; its path may lead elsewhere here, or nowhere."""
+        return os.dup(self._netns) if isinstance(self._netns, int) else self._netns
+
+    def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> dict[str, object]:
+        """Take the pod from the cache, else ask for it."""
+        return self._node.find_pod(request, netconf, deadline)
+
+    def is_node_s(self, netns: int) -> bool:
+        """Tell whether a namespace is the host's, in which this agent may not be."""
+        return namespaces.identity(netns) == self._node.host_netns
+
+    def is_refused(self, netns: int) -> bool:
+        """Tell whether a namespace is the host's or the agent's own."""
+        return self.is_node_s(netns) or namespaces.identity(netns) == self._node.own_netns
+
+    def lock_file(self, request_netns: str, netns: int) -> str:
+        """Return a path that leads to the namespace from every process of this one's."""
+        return f"/proc/{os.getpid()}/fd/{netns}"
+
+    @property
+    def may_commit(self) -> Callable[[], None]:
+        """What raises once the caller has gone, or is about to."""
+        return self._confirm
+
+    def _confirm(self) -> None:
+        if time.monotonic() >= self._deadline:
+            raise TryAgainLater("the caller stops waiting; nothing is changed any more")
+        if self._caller.has_left():
+            raise TryAgainLater("the caller has gone; nothing is changed any more")
+
+
+def answer(node: Node, caller: Caller) -> None:
+    """Carry out one call and answer it, or decline it untouched."""
+    try:
+        status, stdout = _run(node, caller)
+    except (Declined, DecodingFailure) as refused:
+        caller.answer(frame.reply(frame.DECLINED, 0, str(refused).encode()))
+    else:
+        caller.answer(frame.reply(frame.DONE, status, stdout))
+
+
+def _run(node: Node, caller: Caller) -> tuple[int, bytes]:
+    """Carry out one call; return exit status and stdout. Raises Declined, DecodingFailure."""
+    if caller.uid != 0:
+        raise Declined("only root may ask")
+    header = frame.read_header(caller.read(frame.HEADER_BYTES))
+    env = frame.read_environment(caller.read(header.environment_bytes))
+    stdin = caller.read(header.stdin_bytes)
+    netns = _namespace_of(node, caller, header)
+    log = Log(node.stream)
+    log.bind(request_id=header.request_id)
+    host = Serving(node, caller, header, netns, log)
+
+    def call(request: Request) -> JSON | None:
+        return Verbs(host).table()[request.command](request)
+
+    def report(verb: str, container_id: str, error: IstioCNIError) -> None:
+        log.bind(verb=verb, container_id=container_id)
+        log.failure(error)
+
+    stdout = io.StringIO()
+    verbs = dict.fromkeys(VERBS, call)
+    status = serve(env, lambda: stdin, stdout, node.stream, verbs, report, "")
+    return status, stdout.getvalue().encode()
+
+
+def _namespace_of(node: Node, caller: Caller, header: frame.Header) -> int | OSError:
+    """Return the descriptor of the pod's namespace, once the caller has proved where it is.
+
+    Whoever is not on the host's network is no container runtime: a container that has got at the
+    socket can send no namespace but its own.
+    """
+    *pod, own = caller.descriptors or [-1]
+    if len(pod) != (0 if header.netns_error else 1):
+        raise Declined(f"{len(caller.descriptors)} descriptors came with the call")
+    if not namespaces.is_netns(own) or namespaces.identity(own) != node.host_netns:
+        raise Declined("the caller is not in the host's network namespace")
+    if header.netns_error:
+        return OSError(header.netns_error, os.strerror(header.netns_error))
+    return pod[0]

@@ -1,0 +1,67 @@
+"""Serves the launcher: threads that each take the next caller, one call at a time.
+
+The kernel queues callers, as many as `callers.BACKLOG`; beyond that, and while no thread takes
+them in time, launchers run the plugin by themselves. A thread that is stranded in a foreign
+namespace ends and leaves its place to a new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from istio_cni.edge import proc
+from istio_cni.edge.callers import Caller, Listener
+
+LOG = logging.getLogger("cni-agent")
+WORKERS = 16  # calls that wait for the API server or a lock hold up no other
+_PAUSE_S = 0.05  # when there are no descriptors left
+
+
+class Server:
+    """Threads behind a listener, from now until `stop`."""
+
+    def __init__(self, path: str, answer: Callable[[Caller], None], workers: int = WORKERS) -> None:
+        """Listen and serve. Raises IOFailure."""
+        self._answer = answer
+        self._stopping = threading.Event()
+        self._home = proc.namespace(proc.OWN_NETNS)
+        self._listener = Listener(path)
+        self._threads = [self._start(number) for number in range(workers)]
+
+    def _start(self, number: int) -> threading.Thread:
+        thread = threading.Thread(
+            target=self._work, args=(number,), name=f"worker-{number}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _work(self, number: int) -> None:
+        while not self._stopping.is_set():
+            try:
+                caller = self._listener.accept()
+            except OSError as error:
+                if self._stopping.wait(_PAUSE_S):
+                    return
+                LOG.warning("no caller can be taken in: %s", error.strerror)
+                continue
+            try:
+                with caller:
+                    self._answer(caller)
+            except Exception:  # a fault of ours must not cost the next pod its worker
+                LOG.exception("a call was given up")
+            if proc.namespace(proc.THREAD_NETNS) != self._home:
+                LOG.error("worker %d ends: it cannot get back to its own network namespace", number)
+                self._threads[number] = self._start(number)
+                return
+
+    def stop(self, wait_s: float) -> bool:
+        """Take no more callers, finish what was taken in; tell whether all of it was in time."""
+        self._stopping.set()
+        self._listener.close()
+        until = time.monotonic() + wait_s
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
