@@ -11,6 +11,7 @@ import sys
 
 from istio_cni.agent import call
 from istio_cni.agent.server import Server
+from istio_cni.agent.workshop import Workshop
 from istio_cni.edge import proc
 from istio_cni.plugin import source
 
@@ -20,7 +21,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     host = proc.namespace(proc.OWN_NETNS)  # where the tests call from
     assert host is not None
-    node = call.Node(host, source.find_pod, sys.stderr)
+    node = call.Node(host, Workshop(), source.find_pod, sys.stderr)
     server = Server(sys.argv[1], lambda caller: call.answer(node, caller))
     sys.stdout.write("ready\n")
     sys.stdout.flush()

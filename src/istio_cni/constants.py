@@ -67,6 +67,9 @@ LOG_BACKUP_MAX_AGE_S = 2 * 24 * 3600
 ATTACHMENTS_DIR = "attachments"
 BUNDLES_DIR = "istio-cni.d"  # beside the program: a directory for each version of the plugin
 CURRENT_BUNDLE = "current"  # the link in there that leads to the one in use
+AGENT_LINK = "agent.sock"  # the link in there that leads to the node agent's socket
+LAUNCHER_FILE = "launcher"  # in a bundle; on the node it is the program
+AGENT_SOCKET = "agent/agent.sock"  # in the run dir; the directory is the agent's alone
 
 # -- limits (ours) -----------------------------------------------------------------------------
 ADD_TIMEOUT_S = 20.0  # one ADD in process, all in all

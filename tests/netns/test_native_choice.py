@@ -86,7 +86,7 @@ def test_rules_of_ours_stay_where_they_are(netns: str, tmp_path: Path, table: st
     assert chosen(netns, tmp_path, config=by_name) == Choice(IPTABLES, "asked for by name")
     variant = CaptureConfig(iptables_variant="nft")
     assert chosen(netns, tmp_path, config=variant) == Choice(
-        IPTABLES, "the variant nft is asked for by name"
+        IPTABLES, "the variant nft is asked for by name", variant="nft"
     )
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from istio_cni.agent import frame
+from istio_cni.agent.workshop import Workshop, WorkshopClosed
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
 from istio_cni.edge import netns as namespaces
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from istio_cni.cni.document import JSON
     from istio_cni.cni.request import Request
     from istio_cni.plugin.netconf import Netconf
+    from istio_cni.plugin.work import Task
 
     FindPod = Callable[[Request, Netconf, float], dict[str, object]]
 
@@ -44,13 +46,19 @@ class Node:
     """What all calls of an agent share: which namespaces are not pods', where pods come from."""
 
     def __init__(
-        self, host_netns: tuple[int, int], find_pod: FindPod, stream: TextIO, root: str = ""
+        self,
+        host_netns: tuple[int, int],
+        workshop: Workshop,
+        find_pod: FindPod,
+        stream: TextIO,
+        node_backend: str = "",
     ) -> None:
         self.host_netns = host_netns
         self.own_netns = proc.namespace(proc.OWN_NETNS)
+        self.workshop = workshop
         self.find_pod = find_pod
         self.stream = stream
-        self.root = root
+        self.node_backend = node_backend
 
 
 class Serving(Host):
@@ -59,7 +67,7 @@ class Serving(Host):
     `netns` is the caller's descriptor of the pod's namespace, or why it has none.
     """
 
-    __slots__ = ("_caller", "_deadline", "_netns", "_node", "phases")
+    __slots__ = ("_caller", "_deadline", "_netns", "_node", "declined", "phases")
 
     def __init__(
         self, node: Node, caller: Caller, header: frame.Header, netns: int | OSError, log: Log
@@ -70,12 +78,9 @@ class Serving(Host):
         self._caller = caller
         self._netns = netns
         self._deadline = header.deadline - min(MARGIN_S, left / 2)
+        self.node_backend = node.node_backend
+        self.declined = ""
         self.phases: list[tuple[str, float]] = []
-
-    @property
-    def node_root(self) -> str:  # type: ignore[override] # of this node
-        """Where the node's programs are."""
-        return self._node.root
 
     def limit(self, seconds: float, share: float = 1.0) -> float:
         """Return when work must end, before the caller stops waiting."""
@@ -102,9 +107,13 @@ class Serving(Host):
         """Tell whether a namespace is the host's or the agent's own."""
         return self.is_node_s(netns) or namespaces.identity(netns) == self._node.own_netns
 
-    def lock_file(self, request_netns: str, netns: int) -> str:
-        """Return a path that leads to the namespace from every process of this one's."""
-        return f"/proc/{os.getpid()}/fd/{netns}"
+    def run_inside(self, task: Task, netns: int) -> object:
+        """Have a task done by a process of the workshop's."""
+        try:
+            return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
+        except WorkshopClosed as error:
+            self.declined = error.msg
+            raise
 
     @property
     def may_commit(self) -> Callable[[], None]:
@@ -150,6 +159,8 @@ def _run(node: Node, caller: Caller) -> tuple[int, bytes]:
     stdout = io.StringIO()
     verbs = dict.fromkeys(VERBS, call)
     status = serve(env, lambda: stdin, stdout, node.stream, verbs, report, "")
+    if host.declined:
+        raise Declined(host.declined)
     return status, stdout.getvalue().encode()
 
 

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 
+from istio_cni import constants
 from istio_cni.agent.settings import Settings
 from istio_cni.edge import files
 from istio_cni.edge.kube import tokens
@@ -47,7 +48,7 @@ def parts(settings: Settings, env: Mapping[str, str]) -> tuple[Bundle, Credentia
     api = {name: env[name] for name in (f"{SERVICE}HOST", f"{SERVICE}PORT")}
     account = settings.plugin_service_account
     return (
-        Bundle(settings.bundle_dir, settings.mounted_cni_bin_dir),
+        Bundle(settings.bundle_dir, settings.mounted_cni_bin_dir, socket_path(settings)),
         Credentials(target, lambda: tokens.mint(account_dir, api, namespace, account), _seconds),
         Network(
             settings.mounted_cni_net_dir,
@@ -55,6 +56,11 @@ def parts(settings: Settings, env: Mapping[str, str]) -> tuple[Bundle, Credentia
             plan.entry(entry_keys(settings, namespace)),
         ),
     )
+
+
+def socket_path(settings: Settings) -> str:
+    """Return where the agent serves the launcher: the same path here and on the node."""
+    return os.path.join(settings.cni_agent_run_dir, constants.AGENT_SOCKET)
 
 
 def _seconds() -> float:

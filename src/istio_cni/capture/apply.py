@@ -55,7 +55,7 @@ def program(
         from istio_cni.capture import iptables  # the iptables back end only
 
         try:
-            return iptables.program(net, config, log, reason, existing)
+            return iptables.program(net, config, log, choice, existing)
         except NoUsableBackend as error:
             if choice.sure:
                 raise

@@ -20,11 +20,15 @@ _IPTABLES = frozenset(netlink.IPTABLES_TABLES)
 
 
 class Choice(NamedTuple):
-    """A back end, and why it was taken; unless `sure`, another one may be tried after it."""
+    """A back end, and why it was taken; unless `sure`, another one may be tried after it.
+
+    `variant` is the one of iptables to take, "" for whichever works.
+    """
 
     name: str
     reason: str
     sure: bool = True
+    variant: str = ""
 
 
 class Report(NamedTuple):
@@ -39,16 +43,29 @@ class Report(NamedTuple):
     reason: str = ""
 
 
-def choose(net: Netfilter, config: CaptureConfig, *, foreign: bool = False) -> Choice:
-    """Choose for the present namespace; `foreign` if another user namespace owns it."""
+def choose(
+    net: Netfilter, config: CaptureConfig, node_backend: str = "", *, foreign: bool = False
+) -> Choice:
+    """Choose for the present namespace; `foreign` if another user namespace owns it.
+
+    `node_backend` is what was found to work on this node: nftables, iptables, or `iptables-` and
+    its variant; "" if nobody has tried.
+    """
+    variant = config.iptables_variant
     if config.backend != AUTO:
-        return Choice(config.backend, "asked for by name")
-    if config.iptables_variant:
-        return Choice(IPTABLES, f"the variant {config.iptables_variant} is asked for by name")
+        return Choice(config.backend, "asked for by name", variant=variant)
+    if variant:
+        reason = f"the variant {variant} is asked for by name"
+        return Choice(IPTABLES, reason, variant=variant)
     if ours_native(netlink.nft_tables()):
         return Choice(NFTABLES, "rules of ours are in nf_tables here already")
     if foreign:
         return Choice(NFTABLES, "the network namespace belongs to another user namespace")
+    if node_backend == NFTABLES:
+        return Choice(NFTABLES, "no iptables works on this node")
+    if node_backend:
+        variant = node_backend.removeprefix(IPTABLES).removeprefix("-")
+        return Choice(IPTABLES, f"{node_backend} works on this node", sure=False, variant=variant)
     found = net.any_program()
     if not found:
         return Choice(NFTABLES, f"no iptables-restore in {net.search_path}")

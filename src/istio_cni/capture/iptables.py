@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from istio_cni import constants
 from istio_cni.capture import routing
-from istio_cni.capture.backend import IPTABLES, Report, ours_native
+from istio_cni.capture.backend import IPTABLES, Choice, Report, ours_native
 from istio_cni.capture.session import REFUSE, REWRITE, Log, other_rules
 from istio_cni.capture.tools import BASE, Held, kept, survey
 from istio_cni.capture.transaction import running
@@ -18,11 +18,13 @@ from istio_cni.rules.sidecar import generate
 from istio_cni.rules.state import State, differences, ours
 
 
-def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existing: str) -> Report:
+def program(
+    net: Netfilter, config: CaptureConfig, log: Log, choice: Choice, existing: str
+) -> Report:
     """Load both families, then remove other variants' rules, and our nf_tables tables at last."""
     ruleset = prepare(config)
     with running(net, log) as run:
-        forced, rewrite = config.iptables_variant, existing == REWRITE
+        forced, rewrite = choice.variant, existing == REWRITE
         if existing == REFUSE:
             _refuse_other_configuration(run.held, forced, ruleset)
             run.refuse_native()
@@ -36,7 +38,7 @@ def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existi
             run.warn_of_broken(Family.V6)
         run.remove_native()
         variants = {BASE[family]: used[family] for family in used}
-        return Report(variants, run.changed, IPTABLES, reason)
+        return Report(variants, run.changed, IPTABLES, choice.reason)
 
 
 def prepare(config: CaptureConfig) -> Ruleset:

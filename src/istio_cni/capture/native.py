@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from istio_cni.capture import routing
@@ -16,6 +17,8 @@ from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.nftables import NftTable, complete
 from istio_cni.rules.sidecar import generate
 
+DISTINCT = 128  # configurations; a compiled one takes some 50 kB
+
 
 class Wanted(NamedTuple):
     """Our tables, the messages that make them, the fingerprint that they carry as a comment."""
@@ -27,7 +30,13 @@ class Wanted(NamedTuple):
 
 def compile_rules(config: CaptureConfig) -> Wanted:
     """Turn a configuration into what the kernel is to hold. Raises InvalidParameter."""
-    tables = complete(generate(resolve_owners(config)))
+    return _compiled(resolve_owners(config))
+
+
+@lru_cache(maxsize=DISTINCT)
+def _compiled(config: CaptureConfig) -> Wanted:
+    """Compile each distinct configuration once: most pods of a node have the same."""
+    tables = complete(generate(config))
     messages = nfnetlink.messages(tables)
     return Wanted(tables, messages, nfnetlink.fingerprint(messages))
 

@@ -26,7 +26,6 @@ BACKLOG = 512  # callers that wait; the launcher of one more runs the plugin its
 DESCRIPTORS_MAX = 16  # taken from one message, to be closed
 _READ_WAIT_S = 2.0  # for a whole call: its launcher sends it at once
 _ANSWER_WAIT_S = 2.0
-_HANG_UP = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
 
@@ -37,8 +36,6 @@ class Caller:
         self._connection = connection
         self._connection.settimeout(_READ_WAIT_S)
         self._read_ends = time.monotonic() + _READ_WAIT_S
-        self._hang_up = select.poll()
-        self._hang_up.register(connection, _HANG_UP)
         self.descriptors: list[int] = []
 
     def __enter__(self) -> Self:
@@ -90,9 +87,13 @@ class Caller:
         numbers.frombytes(content[: len(content) - len(content) % numbers.itemsize])
         self.descriptors += numbers
 
+    def fileno(self) -> int:
+        """Return the connection's descriptor, as a file does."""
+        return self._connection.fileno()
+
     def has_left(self) -> bool:
         """Tell whether the caller has given up."""
-        return bool(self._hang_up.poll(0))
+        return has_left(self._connection.fileno())
 
     def answer(self, data: bytes) -> bool:
         """Send an answer whole; False if the caller does not take it."""
@@ -102,6 +103,13 @@ class Caller:
         except OSError:
             return False
         return True
+
+
+def has_left(connection: int) -> bool:
+    """Tell whether the other end of a connection is closed."""
+    poll = select.poll()
+    poll.register(connection, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
+    return bool(poll.poll(0))
 
 
 class Listener:

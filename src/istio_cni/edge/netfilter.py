@@ -47,6 +47,12 @@ MODULES = {
 }
 
 
+def load() -> None:
+    """Load what starting programs takes, for processes that will see no files of ours later."""
+    import subprocess  # noqa: F401
+    import traceback  # noqa: F401 # for what should not happen
+
+
 class CommandFailed(ProgrammingFailed):
     """A program could not be started or exited non-zero; `transient` when trying again may help."""
 

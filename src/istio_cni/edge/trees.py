@@ -23,16 +23,36 @@ def contents(directory: str) -> dict[str, Item]:
         raise _failed("read", error.filename or directory, error) from error
 
 
+def item(path: str) -> Item | None:
+    """Return what is at a path, None for nothing. Raises IOFailure."""
+    directory, name = os.path.split(path)
+    try:
+        return _item(directory, name, os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _failed("read", path, error) from error
+
+
+def look(path: str) -> tuple[object, ...] | None:
+    """Return what changes with any change of a file, at the price of a look; None for nothing."""
+    try:
+        return _look(os.stat(path, follow_symlinks=False))
+    except OSError:
+        return None
+
+
+def _look(status: os.stat_result) -> tuple[object, ...]:
+    return status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino
+
+
 def signature(directory: str) -> tuple[tuple[object, ...], ...] | None:
     """Return what changes with any change below a directory, at the price of looking at names.
 
     None if there is no such directory.
     """
     try:
-        return tuple(
-            (path, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
-            for path, status in _walk(directory)
-        )
+        return tuple((path, *_look(status)) for path, status in _walk(directory))
     except OSError:
         return None
 

@@ -1,6 +1,7 @@
 """The plugin's bundle on the node: copied whole, led to by links that are swapped.
 
-    istio-cni                    -> istio-cni.d/current/istio-cni
+    istio-cni                    the launcher, a file: it finds the rest beside itself
+    istio-cni.d/agent.sock       -> the socket of the node agent, in the run dir
     istio-cni.d/current          -> 0.1.0-1a2b3c4d
     istio-cni.d/0.1.0-1a2b3c4d/  named by version and content
 
@@ -20,22 +21,28 @@ from istio_cni.errors import IOFailure, quoted
 from istio_cni.install.plan import bundle_name
 
 FILE_MAX_BYTES = 256 * 1024 * 1024
+PROGRAM_MODE = 0o755
 
 
 class Bundle:
-    """The bundle at `source`, to be installed into `bin_dir`. All methods may raise IOFailure."""
+    """The bundle at `source`, to be installed into `bin_dir`. All methods may raise IOFailure.
 
-    def __init__(self, source: str, bin_dir: str) -> None:
+    `socket` is the path of the agent's socket, as the node has it.
+    """
+
+    def __init__(self, source: str, bin_dir: str, socket: str) -> None:
         self._source = os.path.realpath(source)
         self._bin_dir = bin_dir
+        self._socket = socket
         self._wanted = trees.contents(self._source)
-        if constants.PLUGIN_TYPE not in self._wanted:
+        if not {constants.PLUGIN_TYPE, constants.LAUNCHER_FILE} <= self._wanted.keys():
             raise IOFailure(f"there is no bundle of the plugin in {quoted(source)}")
         if odd := [path for path, (kind, *_) in self._wanted.items() if kind == trees.OTHER]:
             raise IOFailure(f"{quoted(odd[0])} in {quoted(source)} is no file, directory or link")
         self.name = bundle_name(self._wanted)
         self._bundles_dir = os.path.join(bin_dir, constants.BUNDLES_DIR)
         self._target = os.path.join(self._bundles_dir, self.name)
+        self._entry_seen: object = None  # how the launcher looked when it was compared
         self._seen: object = None  # how the target looked when all of it was compared
         self._pruned = False
         files.sweep(bin_dir, lambda name: name == constants.PLUGIN_TYPE)
@@ -54,8 +61,13 @@ class Bundle:
             files.replace_link(current, self.name)
             self._pruned = False
             yield f"bundle {self.name} is the current one"
-        if trees.link_target(self._entry) != self._entry_target:
-            files.replace_link(self._entry, self._entry_target)
+        link = os.path.join(self._bundles_dir, constants.AGENT_LINK)
+        if trees.link_target(link) != self._socket:
+            files.replace_link(link, self._socket)
+            yield f"the plugin asks the agent at {quoted(self._socket)}"
+        if not self._is_entry():
+            launcher = os.path.join(self._source, constants.LAUNCHER_FILE)
+            self._write(launcher, self._entry, PROGRAM_MODE)
             yield f"the plugin is {quoted(self._entry)}"
         if not self._pruned:
             yield from self._prune(former)
@@ -65,9 +77,15 @@ class Bundle:
     def _entry(self) -> str:
         return os.path.join(self._bin_dir, constants.PLUGIN_TYPE)
 
-    @property
-    def _entry_target(self) -> str:
-        return os.path.join(constants.BUNDLES_DIR, constants.CURRENT_BUNDLE, constants.PLUGIN_TYPE)
+    def _is_entry(self) -> bool:
+        """Tell whether the launcher is in place, at the price of a look where nothing changed."""
+        looks = trees.look(self._entry)
+        if looks is None or looks != self._entry_seen:
+            kind, _, digest = self._wanted[constants.LAUNCHER_FILE]
+            if trees.item(self._entry) != (kind, PROGRAM_MODE, digest):
+                return False
+            self._entry_seen = looks
+        return True
 
     def _restore(self) -> Iterator[str]:
         """Write what is missing or damaged in the target, if anything changed since last time."""
@@ -94,10 +112,14 @@ class Bundle:
         elif kind == trees.LINK:
             files.replace_link(target, where)
         else:
-            content = files.read_whole(source, limit=FILE_MAX_BYTES)
-            if content is None:
-                raise IOFailure(f"{quoted(source)} went away")
-            files.write_whole(target, content, mode, keep=False)
+            self._write(source, target, mode)
+
+    @staticmethod
+    def _write(source: str, target: str, mode: int) -> None:
+        content = files.read_whole(source, limit=FILE_MAX_BYTES)
+        if content is None:
+            raise IOFailure(f"{quoted(source)} went away")
+        files.write_whole(target, content, mode, keep=False)
 
     def _prune(self, former: str) -> Iterator[str]:
         """Remove bundles but the present and the former one, from which a plugin may still run.
@@ -107,7 +129,7 @@ class Bundle:
         """
         if former in ("", self.name):
             former = trees.newest(self._bundles_dir, self.name)
-        keep = (self.name, former, constants.CURRENT_BUNDLE)
+        keep = (self.name, former, constants.CURRENT_BUNDLE, constants.AGENT_LINK)
         for name in files.list_names(self._bundles_dir):
             if name not in keep:
                 trees.remove_tree(os.path.join(self._bundles_dir, name))
@@ -117,7 +139,7 @@ class Bundle:
         """Take the plugin off the node, if it is ours, and yield what was done."""
         problem: IOFailure | None = None
         try:
-            if trees.link_target(self._entry) == self._entry_target:
+            if self._is_entry():
                 files.remove(self._entry)
                 yield f"{quoted(self._entry)} removed"
         except IOFailure as error:

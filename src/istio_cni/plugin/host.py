@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from istio_cni.cni.request import Request
     from istio_cni.plugin.log import Log
     from istio_cni.plugin.netconf import Netconf
+    from istio_cni.plugin.work import Task
 
 LOOK_UP, DECIDE, PROGRAM = "lookup", "decide", "program"
 """The phases of an ADD, each of which may be entered several times."""
@@ -27,15 +28,15 @@ LOOK_UP, DECIDE, PROGRAM = "lookup", "decide", "program"
 class Host:
     """The plugin's own process, which lives for one call and programs its pod without being asked.
 
-    `netns_override` allows its own network namespace, never the host's.
+    `netns_override` allows its own network namespace, never the host's. `node_backend` is what
+    `auto` means on this node (`netconf.NODE_BACKENDS`), "" if nobody has found out.
     """
 
-    __slots__ = ("_override", "log")
-
-    node_root = ""  # where the node's programs are
+    __slots__ = ("_override", "log", "node_backend")
 
     def __init__(self, log: Log, *, netns_override: bool = False) -> None:
         self.log = log
+        self.node_backend = ""
         self._override = netns_override
 
     def limit(self, seconds: float, share: float = 1.0) -> float:
@@ -70,9 +71,17 @@ class Host:
         allowed = self._override and proc.namespace(proc.HOST_NETNS) is not None
         return not allowed and proc.namespace(netns) == proc.namespace(proc.OWN_NETNS)
 
-    def lock_file(self, request_netns: str, netns: int) -> str:
-        """Return a path that leads to a namespace, for programs that lock a file of its own."""
-        return request_netns
+    def run_inside(self, task: Task, netns: int) -> object:
+        """Do a task in a child process inside a namespace, and return what it reports."""
+        from istio_cni.edge import netns as namespaces  # captured pods only
+        from istio_cni.plugin import work
+
+        return namespaces.run_inside(
+            lambda inside: work.run(task, inside, None),
+            netns,
+            deadline=task.deadline,
+            log=self.log.write,
+        )
 
     @property
     def may_commit(self) -> Callable[[], None] | None:

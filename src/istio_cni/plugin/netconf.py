@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "iptables", "nftables")
 VARIANTS = ("", "legacy", "nft")
+NODE_BACKENDS = ("", "iptables-nft", "iptables", "iptables-legacy", "nftables")
 KUBERNETES = "kubernetes"
 MANIFESTS = "manifests:"
 POD_SOURCES = f'"{KUBERNETES}" or "{MANIFESTS}<directory>"'
@@ -94,6 +95,7 @@ class Netconf(_Reader):
         "exclude_namespaces",
         "host_ipv4_loopback_cidr",
         "iptables_variant",
+        "node_backend",
         "outbound_owner_groups",
         "outbound_owner_groups_exclude",
         "plugin_log_level",
@@ -116,6 +118,7 @@ class Netconf(_Reader):
             self.pod_source = KUBERNETES
         self.backend = self._backend()
         self.iptables_variant = self.one_of("iptables_variant", VARIANTS)
+        self.node_backend = self.one_of("node_backend", NODE_BACKENDS)
         self.strict_annotations = self.flag("strict_annotations")
         self.status_strict = self.flag("status_strict")
         self.outbound_owner_groups = self.text("outbound_owner_groups", "*")

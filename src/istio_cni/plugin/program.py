@@ -8,29 +8,25 @@ goes there itself. What is found there (addresses, tools) comes back with the re
 from __future__ import annotations
 
 import os
-import time
 from contextlib import ExitStack
 
-from istio_cni import constants
-from istio_cni.capture import apply, detect
-from istio_cni.capture.settings import read_settings, to_settings
-from istio_cni.edge import netlink
+from istio_cni.capture import apply
+from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.errors import InternalError, Interrupted, IOFailure
+from istio_cni.plugin import work
 from istio_cni.plugin.attachments import Attachment
+from istio_cni.plugin.work import CLEAN_UP, COMPARE, COMPARE_ANY, PROGRAM, Task
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from istio_cni.cni.request import Request
-    from istio_cni.edge.netns import Inside
     from istio_cni.plugin.attachments import Attachments
     from istio_cni.plugin.host import Host
     from istio_cni.rules.config import CaptureConfig
-
-    Log = Callable[[str, str], None]
 
 
 def capture(
@@ -86,10 +82,8 @@ def _capture_recorded(
         answer = _inside(
             host,
             netns,
-            request.netns,
-            lambda net: apply.choose(net, config, foreign=foreign),
-            deadline,
-            lambda inside, net, choice: _program(inside, net, config, choice),
+            Task(PROGRAM, request.netns, deadline, config=config),
+            lambda net: apply.choose(net, config, host.node_backend, foreign=foreign),
         )
     except Interrupted:
         raise  # the record stays, so that DEL undoes what is there
@@ -134,36 +128,14 @@ def _strings(value: object) -> list[str]:
 
 
 def _inside(
-    host: Host,
-    netns: int,
-    path: str,
-    choose: Callable[[Netfilter], apply.Choice],
-    deadline: float,
-    work: Callable[[Inside, Netfilter, apply.Choice], dict[str, object]],
+    host: Host, netns: int, task: Task, choose: Callable[[Netfilter], apply.Choice]
 ) -> dict[str, object]:
-    """Choose a back end in the namespace, and work there; in a child if it starts programs.
-
-    Part of the time is kept for a roll-back.
-    """
-
-    def run(inside: Inside, choice: apply.Choice) -> dict[str, object]:
-        left = deadline - time.monotonic()
-        net = Netfilter(
-            deadline=deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
-            rollback_deadline=deadline - left / 20,  # and the time to tell
-            lock_file=host.lock_file(path, netns),
-            shadow_lock=inside.shadow_lock,
-            may_commit=host.may_commit,
-        )
-        return work(inside, net, choice)
-
+    """Choose a back end in the namespace, and work there; in a child if it starts programs."""
     with namespaces.visiting(netns):
-        choice = choose(Netfilter(deadline=deadline))
-        if not apply.may_start_programs(choice.name):
-            return run(namespaces.Inside(host.log.write), choice)
-    answer = namespaces.run_inside(
-        lambda inside: run(inside, choice), netns, deadline=deadline, log=host.log.write
-    )
+        task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
+        if not apply.may_start_programs(task.choice.name):
+            return work.run(task, namespaces.Inside(host.log.write), host.may_commit)
+    answer = host.run_inside(task, netns)
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
     return answer
@@ -174,47 +146,14 @@ def _by(backend: str) -> Callable[[Netfilter], apply.Choice]:
     return lambda _: apply.Choice(backend, "recorded")
 
 
-def _program(
-    inside: Inside, net: Netfilter, config: CaptureConfig, choice: apply.Choice
-) -> dict[str, object]:
-    config = _with_families(config, inside.log)
-    report = apply.program(net, config, inside.log, choice)
-    return {
-        "settings": to_settings(config),
-        **report._asdict(),
-        "cookie": netlink.namespace_cookie(),
-    }
-
-
-def _with_families(config: CaptureConfig, log: Log) -> CaptureConfig:
-    """Decide by the pod's own addresses whether IPv6 is captured; tell if some of it is not."""
-    with netlink.Route() as route:
-        addresses = [there.address for there in route.addresses()]
-    _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
-    if not ipv6 and detect.host_address(addresses, dual_stack=True)[1]:
-        log(
-            "warn",
-            "IPv6 is not captured: the pod's first address is IPv4; "
-            "ISTIO_DUAL_STACK on the proxy captures both",
-        )
-    return config._replace(ipv6=ipv6)
-
-
 def undo(host: Host, path: str, pinned: int | OSError, record: Attachment, deadline: float) -> bool:
     """Remove our objects from a namespace if it is the record's; tell whether it was."""
     netns = namespaces.open_netns(path, pinned)
     try:
         if namespaces.identity(netns) != record.inode or host.is_node_s(netns):
             return False
-
-        def clean(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
-            if record.cookie and netlink.namespace_cookie() != record.cookie:
-                return {"undone": False}
-            apply.clean_up(net, inside.log)
-            return {"undone": True}
-
-        answer = _inside(host, netns, path, _by(record.backend), deadline, clean)
-        return answer["undone"] is True
+        task = Task(CLEAN_UP, path, deadline, cookie=record.cookie)
+        return _inside(host, netns, task, _by(record.backend))["undone"] is True
     finally:
         os.close(netns)
 
@@ -223,23 +162,13 @@ def difference(host: Host, record: Attachment, netns: int, deadline: float) -> s
     """Return the first thing in which a namespace differs from a record; "" if nothing does."""
     if not record.settings:
         return "programming it was never finished"
-
-    def compare(_: Inside, net: Netfilter, choice: apply.Choice) -> dict[str, object]:
-        if record.cookie and netlink.namespace_cookie() != record.cookie:
-            return {"difference": "this is another network namespace than ADD programmed"}
-        config = read_settings(record.settings, lambda setting: setting.key)
-        return {"difference": apply.check(net, config, choice.name, record.variants)}
-
-    answer = _inside(host, netns, record.netns, _by(record.backend), deadline, compare)
-    return str(answer["difference"])
+    config = read_settings(record.settings, lambda setting: setting.key)
+    task = Task(COMPARE, record.netns, deadline, config=config, cookie=record.cookie)
+    task = task._replace(variants=record.variants)
+    return str(_inside(host, netns, task, _by(record.backend))["difference"])
 
 
 def derived_difference(host: Host, config: CaptureConfig, netns: int, deadline: float) -> str:
     """Return in what a namespace differs from a configuration, whatever holds our rules there."""
-
-    def compare(inside: Inside, net: Netfilter, _: apply.Choice) -> dict[str, object]:
-        wanted = _with_families(config, inside.log)
-        return {"difference": apply.check(net, wanted, *apply.holders(net))}
-
-    answer = _inside(host, netns, "", _by(apply.NFTABLES), deadline, compare)
-    return str(answer["difference"])
+    task = Task(COMPARE_ANY, "", deadline, config=config)
+    return str(_inside(host, netns, task, _by(apply.NFTABLES))["difference"])

@@ -159,6 +159,7 @@ class Verbs:
             pod="/".join(filter(None, (request.pod_namespace, request.pod_name))),
         )
         netconf = Netconf(request.config)
+        self._host.node_backend = netconf.node_backend or self._host.node_backend
         self._log.configure(netconf.plugin_log_level, netconf.cni_agent_run_dir)
         for problem in netconf.problems:
             self._log.warn(problem.msg)

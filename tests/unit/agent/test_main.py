@@ -35,7 +35,8 @@ class Agent:
             (directory / name).mkdir()
         self.conflist = directory / "net/10-pods.conflist"
         self.conflist.write_text(json.dumps(LIST))
-        (directory / "bundle/istio-cni").write_text("the program")
+        for name in ("istio-cni", "launcher"):
+            (directory / "bundle" / name).write_text(name)
         for name, text in (("token", "token-1"), ("ca.crt", authority().certificate)):
             (directory / "account" / name).write_text(text)
         (directory / "account/namespace").write_text("mesh\n")
@@ -131,7 +132,7 @@ def test_a_life_from_start_to_end(agent: Agent, server: FakeApiServer) -> None:
     agent.start(REPAIR_ENABLED="true")
     assert agent.wait_ready() == "ok\n"
     assert agent.types() == ["bridge", "istio-cni"]
-    assert (bin_dir / "istio-cni").read_text() == "the program"
+    assert (bin_dir / "istio-cni").read_text() == "launcher"
     token = load_kubeconfig(str(run / "istio-cni-kubeconfig")).token
     assert token in server.tokens - {"token-1"}
 

@@ -12,6 +12,7 @@ from istio_cni.capture.backend import (
     may_hold_iptables,
     ours_native,
 )
+from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netlink import Listed
 from istio_cni.rules.config import CaptureConfig
@@ -24,7 +25,9 @@ def test_a_back_end_asked_for_by_name_is_taken(name: str, variant: str, foreign:
     """Whatever else is asked for, wherever it is; no other one is tried after it."""
     config = CaptureConfig(backend=name, iptables_variant=variant)
     net = Netfilter(deadline=0, search_path="/nowhere")
-    assert choose(net, config, foreign=foreign) == Choice(name, "asked for by name", sure=True)
+    assert choose(net, config, foreign=foreign) == Choice(
+        name, "asked for by name", variant=variant
+    )
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -33,8 +36,28 @@ def test_a_variant_asked_for_by_name_means_iptables(variant: str, foreign: bool)
     """Also where it is not there: then its absence is the error."""
     net = Netfilter(deadline=0, search_path="/nowhere")
     assert choose(net, CaptureConfig(iptables_variant=variant), foreign=foreign) == Choice(
-        IPTABLES, f"the variant {variant} is asked for by name", sure=True
+        IPTABLES, f"the variant {variant} is asked for by name", variant=variant
     )
+
+
+@pytest.mark.parametrize(
+    ("node_backend", "choice"),
+    [
+        ("nftables", Choice(NFTABLES, "no iptables works on this node")),
+        ("iptables", Choice(IPTABLES, "iptables works on this node", sure=False)),
+        (
+            "iptables-legacy",
+            Choice(IPTABLES, "iptables-legacy works on this node", sure=False, variant="legacy"),
+        ),
+    ],
+)
+def test_what_works_on_the_node_need_not_be_looked_for(
+    monkeypatch: pytest.MonkeyPatch, node_backend: str, choice: Choice
+) -> None:
+    """Once somebody has tried; it may still turn out not to work for one pod."""
+    monkeypatch.setattr(netlink, "nft_tables", lambda: ())
+    net = Netfilter(deadline=0, search_path="/nowhere")
+    assert choose(net, CaptureConfig(), node_backend) == choice
 
 
 def test_our_tables_are_told_by_family_and_name() -> None:

@@ -33,7 +33,7 @@ sys.stdout.flush()
 while True:
     target = Target(f"{where}/run", "https://10.0.0.1:443", "")
     parts = (
-        Bundle(bundle, f"{where}/bin"),
+        Bundle(bundle, f"{where}/bin", f"{where}/agent.sock"),
         Credentials(target, lambda: ("token", 3600.0), clock),
         Network(f"{where}/net", "", {"type": "istio-cni", "name": bundle}),
     )
@@ -82,34 +82,37 @@ class Reader(threading.Thread):
                 self.seen.add(f"{len(plugins)} plugins")
 
     def look_at_program(self) -> None:
-        """Expect something whole wherever the link leads while it stays."""
-        link, current = self.node / "bin/istio-cni", self.node / "bin/istio-cni.d/current"
+        """Expect a whole launcher, and something whole for it to start, while it is there."""
+        program, current = self.node / "bin/istio-cni", self.node / "bin/istio-cni.d/current"
         try:
-            before = (identity(link), os.readlink(current))
-            found = read_tree(link.resolve(strict=True).parent)
-            after = (identity(link), os.readlink(current))
+            before = (identity(program), os.readlink(current))
+            launcher = program.read_text()
+            found = read_tree(current.resolve(strict=True))
+            after = (identity(program), os.readlink(current))
         except FileNotFoundError:
-            self.confirm(link)
+            self.confirm(program, current)
             return
         if before == after:
             self.seen.add("a bundle")
             if found not in self.whole:
                 self.wrong.append(f"half a bundle: {sorted(found)}")
+            if launcher not in [bundle["launcher"] for bundle in self.whole]:
+                self.wrong.append("half a launcher")
 
-    def confirm(self, link: Path) -> None:
-        """Complain of a link that leads nowhere, if it is the same one before and after."""
+    def confirm(self, program: Path, current: Path) -> None:
+        """Complain of a launcher without anything to start, if it is there before and after."""
         try:
-            before = identity(link)
-            leads = link.exists()
-            if not leads and identity(link) == before:
-                self.wrong.append("a link that leads nowhere")
+            before = identity(program)
+            leads = current.exists()
+            if not leads and identity(program) == before:
+                self.wrong.append("a launcher that has nothing to start")
         except FileNotFoundError:
             return
 
 
-def identity(link: Path) -> tuple[int, int]:
-    """Tell one link from another that has its name later; numbers alone are used again."""
-    status = link.lstat()
+def identity(path: Path) -> tuple[int, int]:
+    """Tell one file from another that has its name later; numbers alone are used again."""
+    status = path.lstat()
     return status.st_ino, status.st_ctime_ns
 
 
@@ -135,7 +138,7 @@ def test_nothing_half_done_is_ever_seen_and_the_next_start_converges(tmp_path: P
     for version in ("one", "two"):
         bundle = tmp_path / version
         (bundle / "_internal").mkdir(parents=True)
-        for name in ("istio-cni", "_internal/a", "_internal/b"):
+        for name in ("istio-cni", "launcher", "_internal/a", "_internal/b"):
             (bundle / name).write_text(f"{name} of {version}\n" * 2000)
         bundles.append(bundle)
     node = tmp_path / "node"
@@ -163,7 +166,7 @@ def test_nothing_half_done_is_ever_seen_and_the_next_start_converges(tmp_path: P
         reader.join()
     assert reader.wrong == []
     assert {"1 plugins", "2 plugins", "a bundle"} <= reader.seen
-    assert read_tree((node / "bin/istio-cni").resolve().parent) == reader.whole[0]
+    assert read_tree((node / "bin/istio-cni.d/current").resolve()) == reader.whole[0]
     assert os.listdir(node / "net") == ["10.conflist"]
     assert [name for name in os.listdir(node / "bin") if name.startswith(".")] == []
-    assert len(os.listdir(node / "bin/istio-cni.d")) <= 3
+    assert len(os.listdir(node / "bin/istio-cni.d")) <= 4

@@ -4,8 +4,15 @@
 own, `entry` is how that process gets inside, and what it sees there.
 """
 
-from istio_cni.edge.netns.child import Inside, run_inside
-from istio_cni.edge.netns.entry import visiting
+from istio_cni.edge.netns.child import (
+    Inside,
+    close_all_but,
+    collect,
+    outcome,
+    report,
+    run_inside,
+)
+from istio_cni.edge.netns.entry import die_with_parent, visiting
 from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
@@ -17,12 +24,17 @@ from istio_cni.edge.netns.namespace import (
 
 __all__ = [
     "Inside",
+    "close_all_but",
+    "collect",
+    "die_with_parent",
     "hold_apply_lock",
     "identity",
     "is_foreign",
     "is_here_foreign",
     "is_netns",
     "open_netns",
+    "outcome",
+    "report",
     "run_inside",
     "visiting",
 ]

@@ -61,13 +61,16 @@ def run_inside(
     deadline: float,
     log: Log,
     sandbox: bool = True,
+    mounts: int | None = None,
+    keep: int | None = None,
 ) -> object:
     """Run `work` in a child process inside a namespace and return its JSON-able result.
 
     `netns` None means the present namespace. The child enters the owning user namespace too, if
     that is not ours: the kernel takes owner matches only from there. It keeps no descriptor of its
-    parent's but the standard ones and `netns`. Its errors are raised here; at `deadline`
-    (CLOCK_MONOTONIC seconds) it is killed with all it started.
+    parent's but the standard ones, `netns` and `keep`. With `mounts`, a descriptor, it sees the
+    files of that mount namespace. Its errors are raised here; at `deadline` (CLOCK_MONOTONIC
+    seconds) it is killed with all it started.
     """
     receive, send = os.pipe()
     try:
@@ -79,21 +82,26 @@ def run_inside(
             f"cannot start a process to program the network namespace: {error.strerror}"
         ) from error
     if child == 0:
-        _be_child(work, netns, send, sandbox=sandbox)
+        _be_child(work, netns, send, sandbox=sandbox, mounts=mounts, keep=keep)
     os.close(send)
     try:
-        messages = _collect(receive, deadline)
+        messages = collect(receive, deadline)
     except BaseException:  # an interrupt: the child gets it too, and brings the former state back
         os.kill(child, signal.SIGINT)
         _end(child, ROLLBACK_RESERVE_S)
         raise
     finally:
         os.close(receive)
-    answer = messages[-1] if messages and "log" not in messages[-1] else {}
-    _end(child, EXIT_S if answer else 0)
+    _end(child, EXIT_S if _is_answered(messages) else 0)
+    return outcome(messages, deadline, log)
+
+
+def outcome(messages: list[dict[str, object]], deadline: float, log: Log) -> object:
+    """Write what was logged and return the result; raise the error, or that there is neither."""
     for message in messages:
         if "log" in message:
             log(str(message["log"]), str(message["msg"]))
+    answer = messages[-1] if _is_answered(messages) else {}
     if "error" in answer:
         raise _revived(answer)
     if "result" in answer:
@@ -109,8 +117,32 @@ def run_inside(
     )
 
 
-def _collect(descriptor: int, deadline: float) -> list[dict[str, object]]:
-    """Read the child's messages, one JSON object a line, until it answers, ends or time is over.
+def report(send: int, work: Callable[[Log], object]) -> bool:
+    """Do work, and tell of it in messages that `collect` reads; False if it failed."""
+
+    def tell(**message: object) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(send, data) :]
+
+    try:
+        tell(result=work(lambda level, text: tell(log=level, msg=text)))
+    except IstioCNIError as error:
+        tell(error=type(error).__name__, msg=error.msg, details=error.details)
+    except BaseException as error:
+        fault = InternalError.of(error)
+        tell(error="InternalError", msg=fault.msg, details=fault.details)
+    else:
+        return True
+    return False
+
+
+def _is_answered(messages: list[dict[str, object]]) -> bool:
+    return bool(messages) and "log" not in messages[-1]
+
+
+def collect(descriptor: int, deadline: float) -> list[dict[str, object]]:
+    """Read a child's messages, one JSON object a line, until it answers, ends or time is over.
 
     The end of the stream is not waited for: what another thread forks meanwhile may hold it open.
     """
@@ -123,7 +155,7 @@ def _collect(descriptor: int, deadline: float) -> list[dict[str, object]]:
         chunk = os.read(descriptor, 1 << 16)
         *lines, data = (data + chunk).split(b"\n")
         messages += [json.loads(line) for line in lines]
-        if not chunk or (messages and "log" not in messages[-1]):
+        if not chunk or _is_answered(messages):
             break
     return messages
 
@@ -173,36 +205,33 @@ def _revived(message: dict[str, object]) -> IstioCNIError:
 
 
 def _be_child(
-    work: Callable[[Inside], object], netns: int | None, send: int, *, sandbox: bool
+    work: Callable[[Inside], object],
+    netns: int | None,
+    send: int,
+    *,
+    sandbox: bool,
+    mounts: int | None,
+    keep: int | None,
 ) -> None:
     """Do the child's whole life; never returns."""
 
-    def tell(**message: object) -> None:
-        data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(send, data) :]
-
-    def log(level: str, text: str) -> None:
-        tell(log=level, msg=text)
-
-    status = 1
-    try:
+    def live(log: Log) -> object:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _close_all_but(send, netns)
+        close_all_but(send, netns, mounts, keep)
         _die_with_reader_of(send)
+        if mounts is not None:
+            entry.enter_mounts(mounts)
         sandboxed = sandbox and entry.enter_sandbox(log)
         if netns is not None:
             entry.enter(netns)
             _die_with_reader_of(send)
-        tell(result=work(Inside(log, sandboxed=sandboxed)))
-        status = 0
-    except IstioCNIError as error:
-        tell(error=type(error).__name__, msg=error.msg, details=error.details)
-    except BaseException as error:
-        fault = InternalError.of(error)
-        tell(error="InternalError", msg=fault.msg, details=fault.details)
+        return work(Inside(log, sandboxed=sandboxed))
+
+    status = 1
+    try:
+        status = 0 if report(send, live) else 1
     finally:
         os._exit(status)
 
@@ -220,7 +249,7 @@ def _die_with_reader_of(pipe: int) -> None:
         os._exit(1)
 
 
-def _close_all_but(*kept: int | None) -> None:
+def close_all_but(*kept: int | None) -> None:
     """Close what the parent had open: its other pipes must not seem alive, its locks not held."""
     try:
         opened = [int(name) for name in os.listdir("/proc/self/fd")]

@@ -83,6 +83,14 @@ def enter_sandbox(log: Log) -> bool:
     return True
 
 
+def enter_mounts(mounts: int) -> None:
+    """Enter a mount namespace for good: the node's files are seen instead of a container's."""
+    try:
+        _call("setns", mounts, CLONE_NEWNS)
+    except OSError as error:
+        raise InvalidNetns(f"cannot see the node's files: {error.strerror}") from error
+
+
 def shadow_lock(path: str, log: Log) -> bool:
     """Bind a file over the xtables lock, in a sandbox only; tell whether that worked."""
     try:

@@ -1,0 +1,128 @@
+"""What is done inside a pod's namespace: named tasks, since another process may have to do them.
+
+Where nf_tables is all there is, the thread that was asked does them; where programs of iptables are
+to be started, a child process, of the plugin's or of the agent's workshop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import NamedTuple
+
+from istio_cni import constants
+from istio_cni.capture import apply, detect
+from istio_cni.capture.settings import read_settings, to_settings
+from istio_cni.edge import netlink
+from istio_cni.edge.netfilter import Netfilter
+from istio_cni.errors import InternalError
+from istio_cni.rules.config import CaptureConfig
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from istio_cni.edge.netns import Inside
+
+PROGRAM, CLEAN_UP, COMPARE, COMPARE_ANY = "program", "clean up", "compare", "compare any"
+NOTHING = apply.Choice("", "")
+
+
+class Task(NamedTuple):
+    """One piece of work; `path` is the namespace's, which programs lock as a file of its own.
+
+    `deadline` is an instant of CLOCK_MONOTONIC. The namespace must be that of `cookie`, unless that
+    is 0. `variants` of iptables are what was recorded.
+    """
+
+    name: str
+    path: str
+    deadline: float
+    choice: apply.Choice = NOTHING
+    config: CaptureConfig | None = None
+    cookie: int = 0
+    variants: Mapping[str, str] = MappingProxyType({})
+
+    def to_json(self) -> dict[str, object]:
+        """Write the task for another process."""
+        settings = None if self.config is None else to_settings(self.config)
+        return {**self._asdict(), "config": settings, "variants": dict(self.variants)}
+
+    @classmethod
+    def of_json(cls, document: dict[str, object]) -> Task:
+        """Read a task that `to_json` wrote."""
+        task = cls(**document)  # type: ignore[arg-type] # by ourselves
+        settings: object = task.config
+        if isinstance(settings, dict):
+            task = task._replace(config=read_settings(settings, lambda setting: setting.key))
+        return task._replace(choice=apply.Choice(*task.choice))
+
+
+def run(task: Task, inside: Inside, may_commit: Callable[[], None] | None) -> dict[str, object]:
+    """Do a task in the present namespace; part of the time is kept for a roll-back."""
+    left = task.deadline - time.monotonic()
+    net = Netfilter(
+        deadline=task.deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
+        rollback_deadline=task.deadline - left / 20,  # and the time to tell
+        lock_file=task.path,
+        shadow_lock=inside.shadow_lock,
+        may_commit=may_commit,
+    )
+    return _WORK[task.name](task, inside, net)
+
+
+def _program(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
+    config = _with_families(_config(task), inside)
+    report = apply.program(net, config, inside.log, task.choice)
+    return {
+        "settings": to_settings(config),
+        **report._asdict(),
+        "cookie": netlink.namespace_cookie(),
+    }
+
+
+def _clean_up(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
+    if not _is_the_same(task):
+        return {"undone": False}
+    apply.clean_up(net, inside.log)
+    return {"undone": True}
+
+
+def _compare(task: Task, _: Inside, net: Netfilter) -> dict[str, object]:
+    if not _is_the_same(task):
+        return {"difference": "this is another network namespace than ADD programmed"}
+    variants = dict(task.variants)
+    return {"difference": apply.check(net, _config(task), task.choice.name, variants)}
+
+
+def _compare_any(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
+    wanted = _with_families(_config(task), inside)
+    return {"difference": apply.check(net, wanted, *apply.holders(net))}
+
+
+_WORK = {PROGRAM: _program, CLEAN_UP: _clean_up, COMPARE: _compare, COMPARE_ANY: _compare_any}
+
+
+def _config(task: Task) -> CaptureConfig:
+    if task.config is None:
+        raise InternalError(f"the task {task.name} has no configuration")
+    return task.config
+
+
+def _is_the_same(task: Task) -> bool:
+    return not task.cookie or netlink.namespace_cookie() == task.cookie
+
+
+def _with_families(config: CaptureConfig, inside: Inside) -> CaptureConfig:
+    """Decide by the pod's own addresses whether IPv6 is captured; tell if some of it is not."""
+    with netlink.Route() as route:
+        addresses = [there.address for there in route.addresses()]
+    _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
+    if not ipv6 and detect.host_address(addresses, dual_stack=True)[1]:
+        inside.log(
+            "warn",
+            "IPv6 is not captured: the pod's first address is IPv4; "
+            "ISTIO_DUAL_STACK on the proxy captures both",
+        )
+    return config._replace(ipv6=ipv6)
