@@ -27,6 +27,9 @@ from pathlib import Path
 
 from istio_cni.constants import VERSION
 
+sys.path.insert(0, str(Path(__file__).parent))  # bench loads this file by its path
+from portable import BundleFailed, Start, complete, recipe
+
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 BUNDLE_DIR = DIST / "istio-cni.d"
@@ -38,10 +41,6 @@ PLUGIN = {
 AGENT = {"install-cni": "from istio_cni.agent.main import main\n\nraise SystemExit(main())\n"}
 FLOOR = {"floor": "pass\n"}
 """A program that does nothing, frozen as the plugin is: what no Python can be faster than."""
-
-
-class BundleFailed(Exception):
-    """Something could not be frozen, or does not work once it is; the message is for a person."""
 
 
 def main() -> int:
@@ -62,7 +61,7 @@ def main() -> int:
 
 def make_plugin() -> Path:
     """Freeze the plugin and return the link to its folder."""
-    folder = freeze("istio-cni", PLUGIN, BUNDLE_DIR / VERSION, check=smoke)
+    folder = freeze("istio-cni", PLUGIN, BUNDLE_DIR / VERSION, portable=True, check=smoke)
     aside = BUNDLE_DIR / f".current.{os.getpid()}"
     aside.symlink_to(folder.name)
     return aside.replace(BUNDLE_DIR / "current")
@@ -74,10 +73,12 @@ def freeze(
     folder: Path,
     *,
     heavy: bool = False,
+    portable: bool = False,
     check: Callable[[Path], None],
 ) -> Path:
     """Freeze programs (name and Python text) into one folder, which appears when it is whole.
 
+    `heavy` lets it have what no plugin may come to need; a `portable` one brings its libc.
     `check` is called with the folder before it appears. Raises BundleFailed.
     """
     with tempfile.TemporaryDirectory(dir=_made(ROOT / "build"), prefix=f"{name}.") as work:
@@ -98,6 +99,8 @@ def freeze(
             env={**os.environ, "BUNDLE": json.dumps(wanted)},
         )
         made = Path(work, "dist", name)
+        if portable:
+            complete(made)
         check(made)
         _move(made, folder)
     return folder
@@ -119,38 +122,55 @@ def _made(directory: Path) -> Path:
 
 
 def smoke(folder: Path) -> None:
-    """Prove that a bundle works: VERSION, and as root an ADD that captures. Raises BundleFailed."""
-    plugin = str(folder / "istio-cni")
-    answer = json.loads(_run([plugin], env={"CNI_COMMAND": "VERSION"}))
-    if "1.1.0" not in answer["supportedVersions"]:
-        raise BundleFailed(f"VERSION answers {answer}")
+    """Prove that a bundle works, started plainly and by its own loader. Raises BundleFailed.
+
+    With root, also in a root that holds nothing else, and that an ADD captures. Without /proc the
+    boot loader cannot start itself anew, so there an answer proves that it does not try to.
+    """
+    plain, own = Start([str(folder / "istio-cni")], {}), recipe(str(folder))
+    _prove_version(plain)
+    _prove_version(own)
     _run([str(folder / "istio-iptables"), "--version"], env={})
     if os.geteuid() != 0:
-        print("bundle: a captured ADD was not tried: that needs root")  # noqa: T201
+        print("bundle: a bare root and a captured ADD were not tried: that needs root")  # noqa: T201
         return
+    alone = recipe(f"/{folder.name}")
+    _prove_version(Start(["chroot", str(folder.parent), *alone.argv], alone.env))
     with _netns() as netns, tempfile.TemporaryDirectory() as run_dir:
-        config = {
-            "cniVersion": "1.0.0",
-            "name": "smoke",
-            "type": "istio-cni",
-            "cni_agent_run_dir": run_dir,
-            "pod_source": f"manifests:{PODS}",
-            "prevResult": {"cniVersion": "1.0.0", "ips": [{"address": "192.0.2.5/24"}]},
-        }
-        env = {
-            "CNI_COMMAND": "ADD",
-            "CNI_CONTAINERID": "smoke",
-            "CNI_NETNS": f"/run/netns/{netns}",
-            "CNI_IFNAME": "eth0",
-            "CNI_ARGS": "K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web",
-            "CNI_PATH": str(folder),
-        }
-        _run([plugin], env=env, stdin=json.dumps(config))
-        _run([plugin], env={**env, "CNI_COMMAND": "CHECK"}, stdin=json.dumps(config))
+        _call("ADD", own, netns, run_dir)
+        _call("CHECK", plain, netns, run_dir)
         clean_up = [str(folder / "istio-iptables"), "--cleanup-only", "--log_as_json"]
         said = _run(["ip", "netns", "exec", netns, *clean_up], stderr=subprocess.STDOUT)
         if "removed" not in said:
             raise BundleFailed(f"an ADD succeeds and captures nothing: {said}")
+
+
+def _prove_version(start: Start) -> None:
+    path = {"PATH": os.environ["PATH"]}
+    answer = json.loads(_run(start.argv, env={**path, **start.env, "CNI_COMMAND": "VERSION"}))
+    if "1.1.0" not in answer["supportedVersions"]:
+        raise BundleFailed(f"VERSION answers {answer}")
+
+
+def _call(verb: str, start: Start, netns: str, run_dir: str) -> None:
+    """Call the plugin for a pod of the examples. Raises BundleFailed."""
+    config = {
+        "cniVersion": "1.0.0",
+        "name": "smoke",
+        "type": "istio-cni",
+        "cni_agent_run_dir": run_dir,
+        "pod_source": f"manifests:{PODS}",
+        "prevResult": {"cniVersion": "1.0.0", "ips": [{"address": "192.0.2.5/24"}]},
+    }
+    env = {
+        "CNI_COMMAND": verb,
+        "CNI_CONTAINERID": "smoke",
+        "CNI_NETNS": f"/run/netns/{netns}",
+        "CNI_IFNAME": "eth0",
+        "CNI_ARGS": "K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web",
+        "CNI_PATH": "/opt/cni/bin",
+    }
+    _run(start.argv, env={**start.env, **env}, stdin=json.dumps(config))
 
 
 def smoke_agent(folder: Path) -> None:

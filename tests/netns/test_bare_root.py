@@ -1,23 +1,18 @@
-"""A root that holds only the node's libc, its loader and the bundle: no shell, no iptables.
+"""The bundled plugin in an empty root: no libc, no loader, no shell, no iptables.
 
-The bundled plugin is started in it as a runtime starts it, in a mount namespace of its own; the
-pods' connections are made from outside, where there are programs.
+The pods' connections are made from outside, where there are programs.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from namespaces import inside
-from netns.plugin import JSON, Answer, Node
+from netns.bare_root import DUAL_STACK, BareNode, bundle
+from netns.plugin import JSON, Answer
 from netns.traffic import (
     APPLICATION,
     DNS,
@@ -41,93 +36,11 @@ from netns.traffic import (
 
 pytestmark = pytest.mark.netns
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-BUNDLE = CHECKOUT / "dist" / "istio-cni.d" / "current"
-DUAL_STACK: JSON = {"name": "ISTIO_DUAL_STACK", "value": "true"}
-NEEDED = re.compile(r"ld-linux[^/]*\.so\.\d|lib(c|m|dl|pthread|rt|util)\.so\.\d+|libz\.so\.1")
-"""The loader, the parts of glibc, and zlib, which the frozen programs' boot loader wants."""
-MOUNT_POINTS = ("bundle", "manifests", "proc", "run/istio-cni", "run/netns")
-
-
-@pytest.fixture(scope="module")
-def bundle() -> Path:
-    """Return the bundle's directory, if it was made of the sources as they are now."""
-    if not BUNDLE.exists():
-        pytest.skip("needs dist/: `make bundle` first")
-    made = (BUNDLE / "istio-cni").stat().st_mtime
-    sources = [*CHECKOUT.glob("src/**/*.py"), *CHECKOUT.glob("packaging/bundle.*")]
-    if any(path.stat().st_mtime > made for path in sources):
-        pytest.skip("dist/ is older than the sources: `make bundle` first")
-    return BUNDLE.resolve()
-
-
-def libraries(bundle: Path) -> list[Path]:
-    """Return the node's own files that the bundle's programs and libraries load."""
-    inner = bundle / "_internal"
-    programs = [path for path in bundle.iterdir() if path.is_file()]
-    bundled = list(inner.rglob("*.so*"))
-    listed = _ldd(programs, {}) + _ldd(bundled, {"LD_LIBRARY_PATH": str(inner)})
-    found = {Path(path) for path in re.findall(r"(/\S+) \(0x", listed)}
-    return sorted(path for path in found if inner not in path.parents)
-
-
-def _ldd(files: list[Path], env: dict[str, str]) -> str:
-    path = {"PATH": os.environ["PATH"]}
-    return subprocess.check_output(["ldd", *files], env=path | env, text=True, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def root(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the root: the node's libraries, and empty directories to mount on."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, for mount namespaces")
-    root = tmp_path_factory.mktemp("root")
-    for library in libraries(bundle):
-        target = root / library.relative_to("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target)
-    for name in MOUNT_POINTS:
-        (root / name).mkdir(parents=True)
-    return root
-
-
-class BareNode:
-    """A node on which the plugin sees nothing but the root, its pods' manifests and its run dir."""
-
-    def __init__(self, node: Node, root: Path, bundle: Path) -> None:
-        self.node = node
-        self._root, self._bundle = root, bundle
-
-    def call(self, verb: str, netns: str = "", **keys: object) -> Answer:
-        """Call the bundled plugin for the pod in a namespace; keys are of its configuration."""
-        places = {"cni_agent_run_dir": "/run/istio-cni", "pod_source": "manifests:/manifests"}
-        config = self.node.config(**{**places, **keys})
-        return self.node.call(verb, netns, config=config, wrapper=self._wrapper(netns))
-
-    def _wrapper(self, netns: str) -> list[str]:
-        """Return a command that takes the place of the program it is given, in a fresh view."""
-        binds: dict[str, object] = {
-            "": self._root,  # a mount point, as roots are
-            "bundle": self._bundle,
-            "manifests": self.node.manifests,
-            "proc": "/proc",
-            "run/istio-cni": self.node.run_dir,
-        }
-        mounts = [
-            shlex.join(["mount", "--bind", str(source), str(self._root / name)])
-            for name, source in binds.items()
-        ]
-        if netns:
-            mounts.append(f"mount --rbind /run/netns {shlex.quote(str(self._root / 'run/netns'))}")
-        start = shlex.join(["exec", "chroot", str(self._root), "/bundle/istio-cni"])
-        script = " && ".join([*mounts, start])
-        return ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
-
 
 @pytest.fixture
-def bare(tmp_path: Path, root: Path, bundle: Path) -> BareNode:
-    """Make a node of the root and the bundle, with a pod of the mesh."""
-    bare = BareNode(Node(tmp_path), root, bundle)
+def bare(tmp_path: Path) -> BareNode:
+    """Make a node of an empty root and the bundle, with a pod of the mesh."""
+    bare = BareNode(tmp_path, bundle())
     bare.node.add_pod(env=[DUAL_STACK])
     return bare
 
@@ -165,14 +78,7 @@ def ends(at: str, calls: list[Call], port: int = 0) -> list[tuple[str, int, str]
     return [(at, port or call.port, endpoint(*call[:2])) for call in calls]
 
 
-# -- what is there -------------------------------------------------------------------------------
-
-
-def test_nothing_of_the_node_is_needed_but_libraries(root: Path) -> None:
-    """The README names them; a bundle that wants another one of the node's shows here."""
-    files = [path for path in root.rglob("*") if path.is_file()]
-    assert [path.name for path in files if not NEEDED.fullmatch(path.name)] == []
-    assert any(path.name == "libc.so.6" for path in files)
+# -- without a pod's namespace -------------------------------------------------------------------
 
 
 def test_version_is_answered(bare: BareNode) -> None:
