@@ -6,10 +6,10 @@ says, as for the plugin: there is no cache.
 
 from __future__ import annotations
 
-import logging
 import sys
 
-from istio_cni.agent import call
+from istio_cni.agent import call, log
+from istio_cni.agent.metrics import Metrics
 from istio_cni.agent.server import Server
 from istio_cni.agent.workshop import Workshop
 from istio_cni.edge import proc
@@ -18,10 +18,11 @@ from istio_cni.plugin import source
 
 def main() -> None:
     """Serve until stdin ends."""
-    logging.basicConfig(level=logging.WARNING)
-    host = proc.namespace(proc.OWN_NETNS)  # where the tests call from
-    assert host is not None
-    node = call.Node(host, Workshop(), source.find_pod, sys.stderr)
+    workshop = Workshop()
+    output = log.start("debug")
+    own = proc.namespace(proc.OWN_NETNS)  # where the tests call from
+    assert own is not None
+    node = call.Node(own, own, workshop, source.find_pod, output.sink, Metrics())
     server = Server(sys.argv[1], lambda caller: call.answer(node, caller))
     sys.stdout.write("ready\n")
     sys.stdout.flush()

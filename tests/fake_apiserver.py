@@ -132,6 +132,14 @@ class FakeApiServer:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self.context else 'http'}://{host}:{self.port}"
 
+    def stream(self, _exchange: Exchange) -> bool:
+        """Answer in another way than with a status and a body; tell whether that was done."""
+        return False
+
+    def answer(self, _method: str, _target: str) -> tuple[int, bytes]:
+        """Answer what this server knows nothing about, with a status and a body."""
+        return 404, status_object(404, "the server could not find the requested resource")
+
     def add_pod(self, namespace: str, name: str, uid: str = "", **metadata: object) -> Pod:
         """Keep a pod, replacing a former one of that name."""
         about = {"namespace": namespace, "name": name, "uid": uid, **metadata}
@@ -209,7 +217,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, owner: FakeApiServer) -> None:
         self.owner = owner
         self.address_family = socket.AF_INET6 if ":" in owner.host else socket.AF_INET
-        super().__init__((owner.host, owner.port), _Handler)
+        super().__init__((owner.host, owner.port), Exchange)
 
     def finish_request(self, request: object, client_address: object) -> None:
         """Shake hands, then handle."""
@@ -219,10 +227,10 @@ class _Server(socketserver.ThreadingTCPServer):
             return
         request.settimeout(CLIENT_PATIENCE_S)
         if self.owner.context is None:
-            _Handler(request, client_address, self)
+            Exchange(request, client_address, self)
             return
         with self.owner.context.wrap_socket(request, server_side=True) as secured:
-            _Handler(secured, client_address, self)
+            Exchange(secured, client_address, self)
 
     def handle_error(self, _request: object, _client_address: object) -> None:
         """Forgive clients that left; anything else is a fault of the test."""
@@ -231,7 +239,7 @@ class _Server(socketserver.ThreadingTCPServer):
             raise error
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class Exchange(http.server.BaseHTTPRequestHandler):
     """One connection, one request."""
 
     protocol_version = "HTTP/1.1"
@@ -264,7 +272,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(reply)
 
     def _answer(self, reply: Reply) -> None:
-        status, body = (reply.status, _status(reply.status, reply.message))
+        plain = not reply.status and not reply.fault and reply.body is None
+        if plain and self._is_authorised() and self.server.owner.stream(self):
+            return
+        status, body = (reply.status, status_object(reply.status, reply.message))
         if not reply.status:
             status, body = self._look_up()
         body = body if reply.body is None else reply.body
@@ -286,11 +297,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _look_up(self) -> tuple[int, bytes]:
         """Answer as an API server with these pods and tokens does."""
         owner = self.server.owner
-        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
-        secured = isinstance(self.connection, ssl.SSLSocket)
-        certified = secured and bool(self.connection.getpeercert())
-        if not certified and (scheme.lower() != "bearer" or token not in owner.tokens):
-            return 401, _status(401, "Unauthorized")
+        if not self._is_authorised():
+            return 401, status_object(401, "Unauthorized")
         parts = [urllib.parse.unquote(part) for part in self.path.split("/")]
         match [self.command, *parts]:
             case [
@@ -306,12 +314,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             ]:
                 if (namespace, name) in owner.accounts:
                     return 201, self._mint(name)
-                return 404, _status(404, f'serviceaccounts "{name}" not found')
+                return 404, status_object(404, f'serviceaccounts "{name}" not found')
             case ["GET", "", "api", "v1", "namespaces", namespace, "pods", name]:
                 if pod := owner.pods.get((namespace, name)):
                     return 200, json.dumps(pod).encode()
-                return 404, _status(404, f'pods "{name}" not found')
-        return 404, _status(404, "the server could not find the requested resource")
+                return 404, status_object(404, f'pods "{name}" not found')
+        return owner.answer(self.command, self.path)
+
+    def _is_authorised(self) -> bool:
+        scheme, _, token = self.headers.get("Authorization", "").partition(" ")
+        secured = isinstance(self.connection, ssl.SSLSocket)
+        certified = secured and bool(self.connection.getpeercert())
+        return certified or (scheme.lower() == "bearer" and token in self.server.owner.tokens)
 
     def _mint(self, account: str) -> bytes:
         """Answer a TokenRequest with a token that is good from now on."""
@@ -333,7 +347,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Stay quiet: `requests` has it all."""
 
 
-def _status(status: int, message: str) -> bytes:
+def status_object(status: int, message: str) -> bytes:
     """Write the object that Kubernetes answers errors with."""
     if not status:
         return b""

@@ -8,57 +8,62 @@ right before each change.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from istio_cni.agent import frame
+from istio_cni.agent import frame, metrics
+from istio_cni.agent.metrics import Metrics
 from istio_cni.agent.workshop import Workshop, WorkshopClosed
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
 from istio_cni.edge import netns as namespaces
-from istio_cni.edge import proc
 from istio_cni.edge.callers import Caller
 from istio_cni.errors import DecodingFailure, IstioCNIError, TryAgainLater
-from istio_cni.plugin.host import Host
+from istio_cni.plugin.host import DECIDE, Host
 from istio_cni.plugin.log import Log
 from istio_cni.plugin.verbs import Verbs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import TextIO
-
     from istio_cni.cni.document import JSON
     from istio_cni.cni.request import Request
     from istio_cni.plugin.netconf import Netconf
     from istio_cni.plugin.work import Task
 
     FindPod = Callable[[Request, Netconf, float], dict[str, object]]
+    Namespace = tuple[int, int]
 
+LOG = logging.getLogger("cni-agent")
 MARGIN_S = 1.0  # before the caller stops waiting; half of the time if that is less
 
 
 class Declined(Exception):
-    """A call that is not for this agent; nothing was touched, and the message says why."""
+    """A call that is not for this agent; nothing was touched, and the message says why.
+
+    `word` is that for the metrics.
+    """
+
+    def __init__(self, word: str, why: str) -> None:
+        super().__init__(why)
+        self.word = word
 
 
-class Node:
-    """What all calls of an agent share: which namespaces are not pods', where pods come from."""
+class Node(NamedTuple):
+    """What all calls of an agent share; `sink` takes the lines of their logs.
 
-    def __init__(
-        self,
-        host_netns: tuple[int, int],
-        workshop: Workshop,
-        find_pod: FindPod,
-        stream: TextIO,
-        node_backend: str = "",
-    ) -> None:
-        self.host_netns = host_netns
-        self.own_netns = proc.namespace(proc.OWN_NETNS)
-        self.workshop = workshop
-        self.find_pod = find_pod
-        self.stream = stream
-        self.node_backend = node_backend
+    `own_netns` is the agent's own, which may be a pod's; `node_backend` is what `auto` means here.
+    """
+
+    host_netns: Namespace
+    own_netns: Namespace
+    workshop: Workshop
+    find_pod: FindPod
+    sink: Callable[[str, str], object]
+    metrics: Metrics
+    node_backend: str = ""
 
 
 class Serving(Host):
@@ -130,38 +135,66 @@ class Serving(Host):
 def answer(node: Node, caller: Caller) -> None:
     """Carry out one call and answer it, or decline it untouched."""
     try:
-        status, stdout = _run(node, caller)
-    except (Declined, DecodingFailure) as refused:
+        call = _Call(node, caller)
+        status, stdout = call.run()
+    except Declined as refused:
+        node.metrics.declined(refused.word)
+        LOG.warning("a call is declined: %s", refused)
         caller.answer(frame.reply(frame.DECLINED, 0, str(refused).encode()))
     else:
         caller.answer(frame.reply(frame.DONE, status, stdout))
+        call.count(status)
 
 
-def _run(node: Node, caller: Caller) -> tuple[int, bytes]:
-    """Carry out one call; return exit status and stdout. Raises Declined, DecodingFailure."""
-    if caller.uid != 0:
-        raise Declined("only root may ask")
-    header = frame.read_header(caller.read(frame.HEADER_BYTES))
-    env = frame.read_environment(caller.read(header.environment_bytes))
-    stdin = caller.read(header.stdin_bytes)
-    netns = _namespace_of(node, caller, header)
-    log = Log(node.stream)
-    log.bind(request_id=header.request_id)
-    host = Serving(node, caller, header, netns, log)
+class _Call:
+    """One call as it was asked for."""
 
-    def call(request: Request) -> JSON | None:
-        return Verbs(host).table()[request.command](request)
+    def __init__(self, node: Node, caller: Caller) -> None:
+        """Read it. Raises Declined."""
+        begun = time.monotonic()
+        if caller.uid != 0:
+            raise Declined(metrics.UNTRUSTED, "only root may ask")
+        try:
+            header = frame.read_header(caller.read(frame.HEADER_BYTES))
+            self._env = frame.read_environment(caller.read(header.environment_bytes))
+            self._stdin = caller.read(header.stdin_bytes)
+        except frame.OtherVersion as error:
+            raise Declined(metrics.UNKNOWN_VERSION, error.msg) from error
+        except DecodingFailure as error:
+            raise Declined(metrics.MALFORMED, error.msg) from error
+        netns = _namespace_of(node, caller, header)
+        self._node = node
+        self._verb = self._env.get("CNI_COMMAND", "")
+        self._log = Log(sink=node.sink, request_id=header.request_id)
+        self._host = Serving(node, caller, header, netns, self._log)
+        self._host.phases = [(metrics.QUEUE, header.begun(self._verb)), (DECIDE, begun)]
+        self._code = 0
 
-    def report(verb: str, container_id: str, error: IstioCNIError) -> None:
-        log.bind(verb=verb, container_id=container_id)
-        log.failure(error)
+    def run(self) -> tuple[int, bytes]:
+        """Carry it out; return exit status and stdout. Raises Declined."""
+        stdout = io.StringIO()
+        verbs = dict.fromkeys(VERBS, self._carry_out)
+        status = serve(
+            self._env, lambda: self._stdin, stdout, io.StringIO(), verbs, self._report, ""
+        )
+        if self._host.declined:
+            raise Declined(metrics.OTHER, self._host.declined)
+        return status, stdout.getvalue().encode()
 
-    stdout = io.StringIO()
-    verbs = dict.fromkeys(VERBS, call)
-    status = serve(env, lambda: stdin, stdout, node.stream, verbs, report, "")
-    if host.declined:
-        raise Declined(host.declined)
-    return status, stdout.getvalue().encode()
+    def count(self, status: int) -> None:
+        """Count the call, and how long its phases took."""
+        self._node.metrics.request(self._verb, self._code if status else 0)
+        if self._verb == "ADD":
+            took = metrics.durations(self._host.phases, time.monotonic())
+            self._node.metrics.add_took(took)
+
+    def _carry_out(self, request: Request) -> JSON | None:
+        return Verbs(self._host).table()[request.command](request)
+
+    def _report(self, verb: str, container_id: str, error: IstioCNIError) -> None:
+        self._code = error.code
+        self._log.bind(verb=verb, container_id=container_id)
+        self._log.failure(error)
 
 
 def _namespace_of(node: Node, caller: Caller, header: frame.Header) -> int | OSError:
@@ -172,9 +205,11 @@ def _namespace_of(node: Node, caller: Caller, header: frame.Header) -> int | OSE
     """
     *pod, own = caller.descriptors or [-1]
     if len(pod) != (0 if header.netns_error else 1):
-        raise Declined(f"{len(caller.descriptors)} descriptors came with the call")
+        raise Declined(
+            metrics.MALFORMED, f"{len(caller.descriptors)} descriptors came with the call"
+        )
     if not namespaces.is_netns(own) or namespaces.identity(own) != node.host_netns:
-        raise Declined("the caller is not in the host's network namespace")
+        raise Declined(metrics.UNTRUSTED, "the caller is not in the host's network namespace")
     if header.netns_error:
         return OSError(header.netns_error, os.strerror(header.netns_error))
     return pod[0]

@@ -15,6 +15,9 @@ STDIN_MAX_BYTES = 1 << 24
 ANSWER_MAX_BYTES = STDIN_MAX_BYTES + (1 << 16)
 DONE, DECLINED = 1, 2
 PREFIX = "CNI_"
+WAITS_S = {"ADD": 10.0, "CHECK": 5.0, "DEL": 2.0, "GC": 2.0}
+"""How long the launcher waits for a verb; for any other one, `WAIT_S`."""
+WAIT_S = 0.5
 
 _REQUEST = struct.Struct("=IHH16sQII")
 _REPLY = struct.Struct("=IHBB")
@@ -30,6 +33,14 @@ class Header(NamedTuple):
     environment_bytes: int
     stdin_bytes: int
 
+    def begun(self, verb: str) -> float:
+        """Return when the launcher began to wait, an instant of CLOCK_MONOTONIC."""
+        return self.deadline - WAITS_S.get(verb, WAIT_S)
+
+
+class OtherVersion(DecodingFailure):
+    """The call is of a version that is not spoken here."""
+
 
 def read_header(data: bytes) -> Header:
     """Read the first bytes of a call; raises DecodingFailure with what is wrong."""
@@ -37,7 +48,7 @@ def read_header(data: bytes) -> Header:
     if magic != MAGIC:
         raise DecodingFailure("this is no call of the launcher")
     if version != VERSION:
-        raise DecodingFailure(f"version {version} is not spoken here; allowed: {VERSION}")
+        raise OtherVersion(f"version {version} is not spoken here; allowed: {VERSION}")
     if environment > ENVIRONMENT_MAX_BYTES or stdin > STDIN_MAX_BYTES:
         raise DecodingFailure(f"{environment} and {stdin} bytes are too much")
     return Header(netns_error, request_id.hex(), deadline_ns / 1e9, environment, stdin)

@@ -1,17 +1,19 @@
-"""What the settings mean for this node: the parts to install, in order.
+"""What the settings mean for this node: what is seen of it, and the parts to install, in order.
 
 What the environment of a pod says of the API server is read here, and nothing else of it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from istio_cni import constants
 from istio_cni.agent.settings import Settings
-from istio_cni.edge import files
+from istio_cni.edge import files, proc
 from istio_cni.edge.kube import tokens
 from istio_cni.errors import InvalidSettings, quoted
 from istio_cni.install import plan
@@ -25,35 +27,79 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from istio_cni.cni.document import JSON
 
+LOG = logging.getLogger("cni-agent")
 SERVICE = "KUBERNETES_SERVICE_"
 
 
-def parts(settings: Settings, env: Mapping[str, str]) -> tuple[Bundle, Credentials, Network]:
-    """Return what is to be on the node, in order.
+class View(NamedTuple):
+    """What the agent sees of the node; `mounts` is a descriptor, None where its files are ours.
 
-    Raises InvalidSettings for what cannot be used, IOFailure when there is no bundle.
+    Without `host_netns` no caller can be told from a pod.
     """
+
+    host_netns: tuple[int, int] | None
+    own_netns: tuple[int, int] | None
+    mounts: int | None
+
+
+def view(settings: Settings) -> View:
+    """Look at process 1 of the node, through its /proc."""
+    namespaces = os.path.join(settings.host_proc_dir, "1", "ns")
+    host_netns = proc.namespace(os.path.join(namespaces, "net"))
+    if host_netns is None:
+        LOG.warning(
+            "the plugin is not served and does all by itself: %s is not to be seen; "
+            "the host's /proc is to be mounted there, and SYS_PTRACE granted",
+            quoted(os.path.join(namespaces, "net")),
+        )
+    mounts = os.path.join(namespaces, "mnt")
+    foreign = proc.namespace(mounts) not in (None, proc.namespace(proc.OWN_MOUNTS))
+    pinned = proc.pin(mounts) if foreign else None
+    own_netns = proc.namespace(proc.OWN_NETNS)
+    return View(host_netns, own_netns, pinned if isinstance(pinned, int) else None)
+
+
+class Pod(NamedTuple):
+    """What the agent's own pod knows: the API server's URL, and the namespace that it is in."""
+
+    server: str
+    namespace: str
+
+
+def own_pod(settings: Settings, env: Mapping[str, str]) -> Pod:
+    """Read what every pod is told. Raises InvalidSettings for what cannot be used."""
     server = _server(env)
-    account_dir = settings.service_account_dir
-    namespace = settings.pod_namespace or _own_namespace(account_dir)
+    namespace = settings.pod_namespace or _own_namespace(settings.service_account_dir)
     if not namespace:
         raise InvalidSettings(('POD_NAMESPACE: "" is not allowed; allowed: this pod\'s namespace',))
+    return Pod(server, namespace)
+
+
+def parts(
+    settings: Settings, env: Mapping[str, str], pod: Pod, node_backend: str
+) -> tuple[Bundle, Credentials, Network]:
+    """Return what is to be on the node, in order; `node_backend` is what `auto` means there.
+
+    Raises IOFailure when there is no bundle.
+    """
+    account_dir, account = settings.service_account_dir, settings.plugin_service_account
     ca_file = settings.kube_ca_file or os.path.join(account_dir, "ca.crt")
     target = Target(
         settings.cni_agent_run_dir,
-        server,
+        pod.server,
         "" if settings.skip_tls_verify else ca_file,
         settings.kubeconfig_mode,
     )
     api = {name: env[name] for name in (f"{SERVICE}HOST", f"{SERVICE}PORT")}
-    account = settings.plugin_service_account
     return (
         Bundle(settings.bundle_dir, settings.mounted_cni_bin_dir, socket_path(settings)),
-        Credentials(target, lambda: tokens.mint(account_dir, api, namespace, account), _seconds),
+        Credentials(
+            target, lambda: tokens.mint(account_dir, api, pod.namespace, account), _seconds
+        ),
         Network(
             settings.mounted_cni_net_dir,
             settings.cni_conf_name,
-            plan.entry(entry_keys(settings, namespace)),
+            plan.entry(entry_keys(settings, pod.namespace, node_backend)),
         ),
     )
 
@@ -93,7 +139,7 @@ def _own_namespace(account_dir: str) -> str:
     return text.decode("utf-8", "replace").strip()
 
 
-def entry_keys(settings: Settings, namespace: str) -> JSON:
+def entry_keys(settings: Settings, namespace: str, node_backend: str = "") -> JSON:
     """Return the keys of the network configuration that follow from the settings.
 
     The reference's are always there; ours are where they differ from the default.
@@ -110,6 +156,7 @@ def entry_keys(settings: Settings, namespace: str) -> JSON:
     ours = {
         "backend": settings.backend,
         "iptables_variant": settings.force_iptables_binary,
+        "node_backend": node_backend,
         "strict_annotations": settings.strict_annotations,
         "outbound_owner_groups": settings.outbound_owner_groups,
         "outbound_owner_groups_exclude": settings.outbound_owner_groups_exclude,

@@ -43,7 +43,6 @@ class Inert(BaseModel):
 
     cni_conf_group_read: values.Bool = Field(False, description=NO_EFFECT)
     istio_owned_cni_config_filename: str = Field("", description=NO_EFFECT)
-    monitoring_port: values.Number = Field(15014, description=NO_EFFECT)
     ztunnel_uds_address: str = Field("/var/run/ztunnel/ztunnel.sock", description=NO_EFFECT)
     enable_ambient_detection_retry: values.Bool = Field(False, description=NO_EFFECT)
     repair_enabled: values.Bool = Field(True, description=f"{NO_EFFECT}; true is warned of")
@@ -108,7 +107,12 @@ class Settings(Inert):
         "", description="this pod's namespace; empty: the one that its credentials name"
     )
     pod_name: values.OptionalName = Field("", description="this pod's name, for the log")
-    node_name: values.OptionalName = Field("", description="this node's name, for the log")
+    node_name: values.OptionalName = Field(
+        "", description="this node's name, whose pods are followed; empty: each one is asked for"
+    )
+    host_proc_dir: values.Directory = Field(
+        "/host/proc", description="the host's /proc, as mounted here: tells the host's namespaces"
+    )
     exclude_namespaces: values.Namespaces = Field(
         (), description="namespaces that are left alone, separated by commas"
     )
@@ -136,6 +140,9 @@ class Settings(Inert):
     log_level: values.LogLevel = Field("info", description="of this program")
     plugin_log_level: values.PluginLogLevel = Field("info", description="of the plugin")
     health_port: values.Port = Field(8000, description="where /healthz and /readyz are served")
+    monitoring_port: values.Number = Field(
+        15014, description="where /metrics is served; 0 or less: nowhere"
+    )
     chained_cni_plugin: values.OnlyTrue = Field(True, description=f"false {NOT_YET}")
     istio_owned_cni_config: values.OnlyFalse = Field(False, description=f"true {NOT_YET}")
     ambient_enabled: values.OnlyFalse = Field(False, description=f"true {NOT_YET}")

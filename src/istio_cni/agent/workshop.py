@@ -18,10 +18,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from istio_cni.edge import callers, netfilter
+from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
 from istio_cni.errors import TryAgainLater
 from istio_cni.plugin import work
@@ -32,9 +32,10 @@ if TYPE_CHECKING:
     from istio_cni.edge.netns import Inside
 
 Log = Callable[[str, str], None]
+FIND_S = 15.0  # for the trial of each variant, kernel modules included
 GRACE_S = 0.5  # after a task's deadline, for the tale of its end
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-_TASK_DESCRIPTORS = 3  # the namespace, the caller, where the answer goes
+_TASK_DESCRIPTORS = 4  # where the answer goes, the namespace, the caller, the node's mounts
 
 
 class WorkshopClosed(TryAgainLater):
@@ -42,16 +43,19 @@ class WorkshopClosed(TryAgainLater):
 
 
 class Workshop:
-    """The workshop as the agent sees it. Make it before any thread is started."""
+    """The workshop as the agent sees it. Make it before any thread is started.
 
-    def __init__(self, mounts: str = "") -> None:
-        """Fork it; `mounts` is the path of the node's mount namespace, "" if that is ours."""
+    `mounts` is a descriptor of the node's mount namespace, None while that is ours.
+    """
+
+    def __init__(self) -> None:
+        self.mounts: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = os.fork()
-        if self.process == 0:
+        self._process = os.fork()
+        if self._process == 0:
             try:
                 ours.close()
-                _serve(theirs, mounts)
+                _serve(theirs)
             finally:
                 os._exit(0)
         theirs.close()
@@ -66,7 +70,8 @@ class Workshop:
         receive, send = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with receive:
             with send:
-                self._hand_over(netns, caller, send.fileno())
+                node = () if self.mounts is None else (self.mounts,)
+                self._hand_over(send.fileno(), netns, caller, *node)
             receive.sendall(json.dumps(task.to_json()).encode() + b"\n")
             messages = namespaces.collect(receive.fileno(), task.deadline + GRACE_S)
         return namespaces.outcome(messages, task.deadline, log)
@@ -79,24 +84,42 @@ class Workshop:
         except OSError as error:
             raise WorkshopClosed(f"the agent cannot run iptables: {error.strerror}") from error
 
+    def find_backend(self, log: Log, wait_s: float = FIND_S) -> str:
+        """Find out what `auto` means on this node: one of `netconf.NODE_BACKENDS`."""
+        task = Task(work.FIND, "", time.monotonic() + wait_s)
+        own = os.open(proc.OWN_NETNS, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with self._nobody() as caller:
+                answer = self.run(task, own, caller, log)
+        finally:
+            os.close(own)
+        return str(answer["backend"]) if isinstance(answer, dict) else ""
+
+    @staticmethod
+    @contextmanager
+    def _nobody() -> Iterator[int]:
+        """Be a caller that does not leave."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            yield ours.fileno()
+
     def close(self) -> None:
         """End the workshop, and wait for it."""
         self._socket.close()
         with suppress(ChildProcessError):
-            os.waitpid(self.process, 0)
+            os.waitpid(self._process, 0)
 
 
 # -- in the workshop -------------------------------------------------------------------------------
 
 
-def _serve(tasks: socket.socket, mounts: str) -> None:
+def _serve(tasks: socket.socket) -> None:
     """Fork a process for each task until the agent closes its end."""
     namespaces.die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends when it has finished
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    node = os.open(mounts, os.O_RDONLY | os.O_CLOEXEC) if mounts else None
     _load()
     room = socket.CMSG_SPACE(4 * _TASK_DESCRIPTORS)
     while True:
@@ -109,7 +132,7 @@ def _serve(tasks: socket.socket, mounts: str) -> None:
         if os.fork() == 0:
             try:
                 tasks.close()
-                _do(descriptors, node)
+                _do(*descriptors)
             finally:
                 os._exit(0)
         for descriptor in descriptors:
@@ -132,9 +155,8 @@ def _reap() -> None:
             pass
 
 
-def _do(descriptors: Sequence[int], node: int | None) -> None:
+def _do(answer: int, netns: int, caller: int, mounts: int | None = None) -> None:
     """Do one task, in a child of this process, and report."""
-    netns, caller, answer = descriptors
     namespaces.die_with_parent()
     task = Task.of_json(json.loads(_read_line(answer)))
 
@@ -148,7 +170,7 @@ def _do(descriptors: Sequence[int], node: int | None) -> None:
     namespaces.report(
         answer,
         lambda log: namespaces.run_inside(
-            inside, netns, deadline=task.deadline, log=log, mounts=node, keep=caller
+            inside, netns, deadline=task.deadline, log=log, mounts=mounts, keep=caller
         ),
     )
 

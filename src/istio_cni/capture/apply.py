@@ -18,9 +18,10 @@ from istio_cni.capture.backend import (
 )
 from istio_cni.capture.session import REFUSE, REPLACE, REWRITE, ROLLBACK_S, Log, changing
 from istio_cni.edge import netlink
-from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netfilter import CommandFailed, Netfilter
 from istio_cni.errors import NoUsableBackend, ProgrammingFailed
 from istio_cni.rules.config import CaptureConfig
+from istio_cni.rules.model import Family
 
 __all__ = [
     "IPTABLES",
@@ -38,6 +39,7 @@ __all__ = [
     "may_start_programs",
     "program",
     "refuse_impossible",
+    "working_variant",
 ]
 
 
@@ -114,6 +116,23 @@ def holders(net: Netfilter) -> tuple[str, dict[str, str]]:
     from istio_cni.capture import iptables  # a CHECK without a record
 
     return IPTABLES, iptables.holders(net)
+
+
+def working_variant(net: Netfilter) -> str:
+    """Return the variant of iptables that works in the present namespace, "" if none does.
+
+    It is tried as for a pod without any rules.
+    """
+    from istio_cni.capture import tools  # once in the life of a node agent
+
+    for name in tools.candidates(Family.V4, "", {}):
+        try:
+            tool = net.find(name, Family.V4.value)
+        except CommandFailed:
+            continue
+        if tools.works(net, tool) is None:
+            return tool.variant
+    return ""
 
 
 def refuse_impossible(config: CaptureConfig) -> None:

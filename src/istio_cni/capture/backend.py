@@ -48,8 +48,8 @@ def choose(
 ) -> Choice:
     """Choose for the present namespace; `foreign` if another user namespace owns it.
 
-    `node_backend` is what was found to work on this node: nftables, iptables, or `iptables-` and
-    its variant; "" if nobody has tried.
+    `node_backend` is what was found to work on this node: nftables, or `iptables-` and a variant;
+    "" if nobody has tried.
     """
     variant = config.iptables_variant
     if config.backend != AUTO:
@@ -64,7 +64,7 @@ def choose(
     if node_backend == NFTABLES:
         return Choice(NFTABLES, "no iptables works on this node")
     if node_backend:
-        variant = node_backend.removeprefix(IPTABLES).removeprefix("-")
+        variant = node_backend.removeprefix(f"{IPTABLES}-")
         return Choice(IPTABLES, f"{node_backend} works on this node", sure=False, variant=variant)
     found = net.any_program()
     if not found:

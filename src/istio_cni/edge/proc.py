@@ -7,6 +7,7 @@ import os
 
 OWN_NETNS = "/proc/self/ns/net"
 THREAD_NETNS = "/proc/thread-self/ns/net"
+OWN_MOUNTS = "/proc/self/ns/mnt"
 HOST_NETNS = "/proc/1/ns/net"
 
 

@@ -12,7 +12,7 @@ import sys
 
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
-from istio_cni.constants import STDIN_MAX_BYTES, VERSION
+from istio_cni.constants import QUOTED_MAX_BYTES, STDIN_MAX_BYTES, VERSION
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -54,12 +54,17 @@ def run() -> int:
     _undo_when_told_to_end()
     stdin, stdout, stderr = _open_streams()
     env = {name: value for name, value in os.environ.items() if name.startswith("CNI_")}
-    verbs, report = _host(env, stderr)
+    logs: list[Log] = []
+    verbs, report = _host(env, stderr, logs)
 
     def read_stdin() -> bytes:
         return stdin.buffer.read(STDIN_MAX_BYTES + 1)  # one more, so that too much is noticed
 
-    return serve(env, read_stdin, stdout, stderr, verbs, report, ABOUT)
+    try:
+        return serve(env, read_stdin, stdout, stderr, verbs, report, ABOUT)
+    finally:
+        for log in logs:
+            log.close()
 
 
 def _undo_when_told_to_end() -> None:
@@ -81,18 +86,16 @@ def _open_streams() -> tuple[TextIO, TextIO, TextIO]:
     )
 
 
-def _host(env: dict[str, str], stderr: TextIO) -> tuple[Verbs, Report]:
+def _host(env: dict[str, str], stderr: TextIO, logs: list[Log]) -> tuple[Verbs, Report]:
     """Return the verbs and what logs a failure; both are loaded when they are called.
 
-    So VERSION does not pay for them, and a bundle that is damaged fails as any other call does.
+    So VERSION does not pay for them, and a bundle that is damaged fails as any other call does. The
+    log that they make is put into `logs`.
     """
-    logs: list[Log] = []
 
     def log() -> Log:
         if not logs:
-            from istio_cni.plugin.log import Log  # every verb but VERSION
-
-            logs.append(Log(stderr))
+            logs.append(_log(env, stderr))
         return logs[0]
 
     def call(request: Request) -> JSON | None:
@@ -107,6 +110,28 @@ def _host(env: dict[str, str], stderr: TextIO) -> tuple[Verbs, Report]:
         log().failure(error)
 
     return dict.fromkeys(VERBS, call), report
+
+
+def _log(env: dict[str, str], stderr: TextIO) -> Log:
+    """Make the log of a call; it says why the launcher did not leave it to the agent.
+
+    That there is no agent is a way to run a node, and a field of the next line. Other reasons are
+    worth a line of their own. The agent counts both.
+    """
+    from istio_cni.plugin.log import Log  # every verb but VERSION
+
+    log = Log(stderr, request_id=env.get("CNI_ISTIO_REQUEST_ID", ""))
+    reason = env.get("CNI_ISTIO_FALLBACK", "")[:QUOTED_MAX_BYTES]
+    word, _, text = reason.partition(":")
+    log.bind_next(fallback=word)
+    if word not in ("", "absent"):
+        log.bind(
+            verb=env.get("CNI_COMMAND", ""),
+            container_id=env.get("CNI_CONTAINERID", ""),
+            netns=env.get("CNI_NETNS", ""),
+        )
+        log.warn(f"the node agent did not carry this call out: {text.strip() or word}")
+    return log
 
 
 if __name__ == "__main__":

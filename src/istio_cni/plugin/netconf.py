@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("auto", "iptables", "nftables")
 VARIANTS = ("", "legacy", "nft")
-NODE_BACKENDS = ("", "iptables-nft", "iptables", "iptables-legacy", "nftables")
+NODE_BACKENDS = ("", "iptables-nft", "iptables-legacy", "nftables")
 KUBERNETES = "kubernetes"
 MANIFESTS = "manifests:"
 POD_SOURCES = f'"{KUBERNETES}" or "{MANIFESTS}<directory>"'

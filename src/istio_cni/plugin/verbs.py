@@ -161,8 +161,8 @@ class Verbs:
         netconf = Netconf(request.config)
         self._host.node_backend = netconf.node_backend or self._host.node_backend
         self._log.configure(netconf.plugin_log_level, netconf.cni_agent_run_dir)
-        for problem in netconf.problems:
-            self._log.warn(problem.msg)
+        if netconf.problems:
+            self._log.warn("; ".join(problem.msg for problem in netconf.problems))
         return netconf
 
     def _attachments(self, netconf: Netconf) -> Attachments:
@@ -220,8 +220,8 @@ class Verbs:
         from istio_cni.plugin.annotations import capture_config  # captured pods only
 
         config, warnings = capture_config(pod, netconf)
-        for warning in warnings:
-            self._log.warn(warning)
+        if warnings:
+            self._log.warn("; ".join(warnings))
         return config
 
     def _capture(

@@ -15,6 +15,7 @@ from istio_cni import constants
 from istio_cni.capture import apply, detect
 from istio_cni.capture.settings import read_settings, to_settings
 from istio_cni.edge import netlink
+from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.errors import InternalError
 from istio_cni.rules.config import CaptureConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from istio_cni.edge.netns import Inside
 
 PROGRAM, CLEAN_UP, COMPARE, COMPARE_ANY = "program", "clean up", "compare", "compare any"
+FIND = "find"
 NOTHING = apply.Choice("", "")
 
 
@@ -101,7 +103,20 @@ def _compare_any(task: Task, inside: Inside, net: Netfilter) -> dict[str, object
     return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
 
-_WORK = {PROGRAM: _program, CLEAN_UP: _clean_up, COMPARE: _compare, COMPARE_ANY: _compare_any}
+def _find(_: Task, __: Inside, net: Netfilter) -> dict[str, object]:
+    """Find a variant of iptables that works, in a namespace that nobody has."""
+    namespaces.leave()
+    variant = apply.working_variant(net)
+    return {"backend": f"{apply.IPTABLES}-{variant}" if variant else apply.NFTABLES}
+
+
+_WORK = {
+    PROGRAM: _program,
+    CLEAN_UP: _clean_up,
+    COMPARE: _compare,
+    COMPARE_ANY: _compare_any,
+    FIND: _find,
+}
 
 
 def _config(task: Task) -> CaptureConfig:

@@ -40,6 +40,9 @@ class Agent:
         for name, text in (("token", "token-1"), ("ca.crt", authority().certificate)):
             (directory / "account" / name).write_text(text)
         (directory / "account/namespace").write_text("mesh\n")
+        (directory / "proc/1/ns").mkdir(parents=True)
+        for name in ("net", "mnt"):
+            (directory / "proc/1/ns" / name).symlink_to(f"/proc/self/ns/{name}")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -49,7 +52,9 @@ class Agent:
             "CNI_AGENT_RUN_DIR": str(directory / "run"),
             "BUNDLE_DIR": str(directory / "bundle"),
             "SERVICE_ACCOUNT_DIR": str(directory / "account"),
+            "HOST_PROC_DIR": str(directory / "proc"),
             "HEALTH_PORT": str(self.port),
+            "MONITORING_PORT": "0",
             "KUBERNETES_SERVICE_HOST": server.host,
             "KUBERNETES_SERVICE_PORT": str(server.port),
             "LOG_LEVEL": "debug",
@@ -144,7 +149,8 @@ def test_a_life_from_start_to_end(agent: Agent, server: FakeApiServer) -> None:
     assert time.monotonic() - began < 8
     assert json.loads(agent.conflist.read_text()) == LIST
     assert os.listdir(bin_dir) == []
-    assert os.listdir(run) == ["attachments"]  # pods stay captured
+    assert os.listdir(run / "agent") == []
+    assert sorted(os.listdir(run)) == ["agent", "attachments"]  # pods stay captured
 
     wait(lambda: "removed" in agent.lines[-1], "the last line")
     lines = [json.loads(line) for line in agent.lines]
@@ -153,7 +159,8 @@ def test_a_life_from_start_to_end(agent: Agent, server: FakeApiServer) -> None:
     assert lines[0]["settings"]["mounted_cni_bin_dir"] == str(bin_dir)
     warnings = [line["msg"] for line in lines if line["level"] == "warn"]
     assert [text for text in warnings if not text.startswith("not in place: no token")] == [
-        "repair is not part of this version; set in vain: repair_enabled"
+        "repair is not part of this version; set in vain: repair_enabled",
+        "NODE_NAME is not set: each pod is asked for when it starts",
     ]
     text = "".join(agent.lines)
     assert not any(secret in text for secret in server.tokens)

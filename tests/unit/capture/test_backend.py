@@ -44,7 +44,6 @@ def test_a_variant_asked_for_by_name_means_iptables(variant: str, foreign: bool)
     ("node_backend", "choice"),
     [
         ("nftables", Choice(NFTABLES, "no iptables works on this node")),
-        ("iptables", Choice(IPTABLES, "iptables works on this node", sure=False)),
         (
             "iptables-legacy",
             Choice(IPTABLES, "iptables-legacy works on this node", sure=False, variant="legacy"),

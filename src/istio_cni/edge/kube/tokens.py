@@ -6,17 +6,15 @@ read pods and nothing else, and that ends within the hour; the agent's own never
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 import kubernetes.client
 from kubernetes.client.exceptions import ApiException
-from kubernetes.config.config_exception import ConfigException
-from kubernetes.config.incluster_config import InClusterConfigLoader
 from urllib3.exceptions import HTTPError
 
+from istio_cni.edge.kube import incluster
 from istio_cni.errors import KubeconfigUnusable, TryAgainLater, quoted
 
 LIFE_S = 3600
@@ -40,7 +38,7 @@ def mint(credentials_dir: str, env: Mapping[str, str], namespace: str, account: 
     wanted = f"a token of ServiceAccount {quoted(f'{namespace}/{account}')}"
     spec = kubernetes.client.V1TokenRequestSpec(audiences=[], expiration_seconds=LIFE_S)
     request = kubernetes.client.AuthenticationV1TokenRequest(spec=spec)
-    client = kubernetes.client.ApiClient(_configuration(credentials_dir, env))
+    client = kubernetes.client.ApiClient(incluster.configuration(credentials_dir, env))
     try:
         answer = kubernetes.client.CoreV1Api(client).create_namespaced_service_account_token(
             account, namespace, request, _request_timeout=TIMEOUT_S
@@ -78,29 +76,3 @@ def _life_s(granted_s: int | None, end: datetime) -> float:
     left_s = (end - datetime.now(UTC)).total_seconds()
     granted_s = min(granted_s or LIFE_S, LIFE_S)
     return left_s if 0 < left_s < granted_s else float(granted_s)
-
-
-def _configuration(credentials_dir: str, env: Mapping[str, str]) -> kubernetes.client.Configuration:
-    configuration = kubernetes.client.Configuration()
-    try:
-        loader = InClusterConfigLoader(  # type: ignore[no-untyped-call] # no types there
-            token_filename=os.path.join(credentials_dir, "token"),
-            cert_filename=os.path.join(credentials_dir, "ca.crt"),
-            environ=env,
-        )
-        loader.load_and_set(configuration)  # type: ignore[no-untyped-call] # likewise
-    except (ConfigException, OSError, ValueError) as error:
-        raise KubeconfigUnusable(
-            f"this pod's credentials in {quoted(credentials_dir)} cannot be used: "
-            f"{quoted(str(error))}"
-        ) from error
-    for kind, text in configuration.api_key.items():
-        credential = text.strip()
-        if not (credential.isascii() and credential.isprintable()):
-            raise KubeconfigUnusable(
-                f"this pod's token in {quoted(credentials_dir)} is none: not one line of ASCII"
-            )
-        configuration.api_key[kind] = credential
-    configuration.proxy = None  # the environment's is not for traffic inside the cluster
-    configuration.retries = False  # we come back by ourselves
-    return configuration

@@ -12,7 +12,7 @@ from istio_cni.edge.netns.child import (
     report,
     run_inside,
 )
-from istio_cni.edge.netns.entry import die_with_parent, visiting
+from istio_cni.edge.netns.entry import die_with_parent, leave, visiting
 from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
@@ -32,6 +32,7 @@ __all__ = [
     "is_foreign",
     "is_here_foreign",
     "is_netns",
+    "leave",
     "open_netns",
     "outcome",
     "report",

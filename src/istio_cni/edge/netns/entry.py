@@ -117,6 +117,14 @@ def enter(netns: int) -> None:
             os.close(owner)
 
 
+def leave() -> None:
+    """Go to a fresh network namespace for good. Raises InvalidNetns."""
+    try:
+        _call("unshare", CLONE_NEWNET)
+    except OSError as error:
+        raise InvalidNetns(f"cannot make a network namespace: {error.strerror}") from error
+
+
 @contextmanager
 def visiting(netns: int) -> Iterator[None]:
     """Have the calling thread in a network namespace, and back home after the block.
