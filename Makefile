@@ -24,7 +24,8 @@ test: $(VENV)/.setup-dev ## unit tests, and with root the tests in network names
 
 bundle: dist/.made ## freeze the programs into dist/, as nodes and images get them
 
-dist/.made: $(VENV)/.setup-dev $(wildcard packaging/bundle.*) $(shell find src -name '*.py')
+dist/.made: $(VENV)/.setup-dev $(wildcard packaging/*.py packaging/*.spec launcher/*) \
+            $(shell find src -name '*.py')
 	@$(BIN)/python packaging/bundle.py
 	@touch $@
 

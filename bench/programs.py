@@ -12,7 +12,7 @@ from .process import BenchFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
-RECIPES = (ROOT / "packaging" / "bundle.py", ROOT / "packaging" / "bundle.spec")
+RECIPES = tuple(ROOT / "packaging" / name for name in ("bundle.py", "bundle.spec", "portable.py"))
 PLUGIN = ROOT / "dist" / "istio-cni.d" / "current" / "istio-cni"
 NOTHING = "int main(void) { return 0; }\n"
 

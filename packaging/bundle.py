@@ -2,7 +2,9 @@
 
     python packaging/bundle.py              # what `make bundle` runs
 
-    dist/istio-cni.d/<version>/   istio-cni, istio-iptables, and all of Python that they need
+    dist/istio-cni                the launcher, which runtimes start
+    dist/istio-cni.d/<version>/   istio-cni, istio-iptables, all of Python that they need, and the
+                                  launcher once more, for the installer
     dist/istio-cni.d/current      -> <version>
     dist/install-cni/             install-cni and all of Python that it needs
 
@@ -24,10 +26,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from istio_cni.constants import VERSION
+from istio_cni.constants import LAUNCHER_FILE, VERSION
 
 sys.path.insert(0, str(Path(__file__).parent))  # bench loads this file by its path
+import launcher
 from portable import BundleFailed, Start, complete, recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,10 +65,25 @@ def main() -> int:
 
 def make_plugin() -> Path:
     """Freeze the plugin and return the link to its folder."""
-    folder = freeze("istio-cni", PLUGIN, BUNDLE_DIR / VERSION, portable=True, check=smoke)
+    built = _launcher()
+    add = {LAUNCHER_FILE: built}
+    folder = freeze("istio-cni", PLUGIN, BUNDLE_DIR / VERSION, portable=True, add=add, check=smoke)
     aside = BUNDLE_DIR / f".current.{os.getpid()}"
     aside.symlink_to(folder.name)
     return aside.replace(BUNDLE_DIR / "current")
+
+
+def _launcher() -> Path:
+    """Build the launcher, which is to be in the bundle and beside it; return where it is."""
+    try:
+        built = launcher.build(output=ROOT / "build" / "launcher" / "istio-cni")
+    except launcher.LauncherFailed as error:
+        raise BundleFailed(str(error)) from error
+    _made(DIST)
+    aside = DIST / f".istio-cni.{os.getpid()}"
+    shutil.copy(built, aside)
+    aside.replace(DIST / "istio-cni")
+    return built
 
 
 def freeze(
@@ -74,11 +93,13 @@ def freeze(
     *,
     heavy: bool = False,
     portable: bool = False,
+    add: Mapping[str, Path] = MappingProxyType({}),
     check: Callable[[Path], None],
 ) -> Path:
     """Freeze programs (name and Python text) into one folder, which appears when it is whole.
 
-    `heavy` lets it have what no plugin may come to need; a `portable` one brings its libc.
+    `heavy` lets it have what no plugin may come to need; a `portable` one brings its libc. `add`
+    has files to put into it as they are, by name.
     `check` is called with the folder before it appears. Raises BundleFailed.
     """
     with tempfile.TemporaryDirectory(dir=_made(ROOT / "build"), prefix=f"{name}.") as work:
@@ -101,6 +122,8 @@ def freeze(
         made = Path(work, "dist", name)
         if portable:
             complete(made)
+        for file, source in add.items():
+            shutil.copy(source, made / file)
         check(made)
         _move(made, folder)
     return folder
@@ -130,6 +153,7 @@ def smoke(folder: Path) -> None:
     plain, own = Start([str(folder / "istio-cni")], {}), recipe(str(folder))
     _prove_version(plain)
     _prove_version(own)
+    _prove_launcher(folder)
     _run([str(folder / "istio-iptables"), "--version"], env={})
     if os.geteuid() != 0:
         print("bundle: a bare root and a captured ADD were not tried: that needs root")  # noqa: T201
@@ -171,6 +195,15 @@ def _call(verb: str, start: Start, netns: str, run_dir: str) -> None:
         "CNI_PATH": "/opt/cni/bin",
     }
     _run(start.argv, env={**start.env, **env}, stdin=json.dumps(config))
+
+
+def _prove_launcher(folder: Path) -> None:
+    """Prove that the launcher starts the bundle as the recipe says. Raises BundleFailed."""
+    with tempfile.TemporaryDirectory() as bin_dir:
+        program = shutil.copy(folder / LAUNCHER_FILE, f"{bin_dir}/istio-cni")
+        Path(bin_dir, "istio-cni.d").mkdir()
+        Path(bin_dir, "istio-cni.d", "current").symlink_to(folder)
+        _prove_version(Start([program], {}))
 
 
 def smoke_agent(folder: Path) -> None:

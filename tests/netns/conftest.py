@@ -12,7 +12,17 @@ import pytest
 
 from fake_apiserver import FakeApiServer
 from namespaces import ip
-from netns.plugin import Node, give_address
+from netns.plugin import Node, Way, give_address
+from netns.ways import PROCESS, WAYS, agent, launcher, way
+
+__all__ = ["agent", "launcher", "way"]  # fixtures
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test both ways, unless it says that it is about one of them."""
+    if "way" in metafunc.fixturenames:
+        about_process = metafunc.definition.get_closest_marker("in_process")
+        metafunc.parametrize("way", (PROCESS,) if about_process else WAYS, indirect=True)
 
 
 @pytest.fixture
@@ -59,6 +69,6 @@ def server() -> Iterator[FakeApiServer]:
 
 
 @pytest.fixture
-def node(tmp_path: Path, server: FakeApiServer) -> Node:
+def node(tmp_path: Path, server: FakeApiServer, way: Way) -> Node:
     """Make a node whose pods are on the API server."""
-    return Node(tmp_path, server)
+    return Node(tmp_path, server, way)

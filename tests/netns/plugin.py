@@ -1,4 +1,4 @@
-"""A container runtime for tests: calls the installed `istio-cni` as a process, as containerd does.
+"""A container runtime for tests: calls `istio-cni` as a process, as containerd does.
 
     node = Node(tmp_path, server)
     node.add_pod(WEB)
@@ -7,7 +7,8 @@
     assert "ISTIO_OUTPUT" in rules(netns)
 
 Nothing of the test's own environment reaches the plugin. A `Node` has its run dir and, as the
-source of its pods, a fake API server over HTTPS or a directory of manifests.
+source of its pods, a fake API server over HTTPS or a directory of manifests. Its calls go to the
+installed program, or one of the two ways through the launcher (netns/ways.py).
 """
 
 from __future__ import annotations
@@ -110,12 +111,19 @@ def environment(
     return {name: value for name, value in env.items() if value is not None}
 
 
+class Way(NamedTuple):
+    """How calls get to the verbs: the program, and the log of the agent that may serve it."""
+
+    program: Path = PROGRAM
+    agent_log: Path | None = None
+
+
 def start(
-    env: Mapping[str, str], stdin: bytes, *, wrapper: Sequence[str] = ()
+    env: Mapping[str, str], stdin: bytes, *, wrapper: Sequence[str] = (), program: Path = PROGRAM
 ) -> subprocess.Popen[bytes]:
     """Start the plugin and give it its stdin; `wrapper` is a command that runs it."""
     process = subprocess.Popen(
-        [*wrapper, str(PROGRAM)],
+        [*wrapper, str(program)],
         env=env,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -139,10 +147,20 @@ def finish(process: subprocess.Popen[bytes], started: float) -> Answer:
     return Answer(process.returncode, stdout.decode(), stderr.decode(), took_s)
 
 
-def run(env: Mapping[str, str], stdin: bytes, *, wrapper: Sequence[str] = ()) -> Answer:
-    """Run the plugin to its end."""
+def run(
+    env: Mapping[str, str], stdin: bytes, *, wrapper: Sequence[str] = (), way: Way | None = None
+) -> Answer:
+    """Run the plugin to its end; what the agent logs of it meanwhile counts as its stderr."""
+    program, agent_log = way or Way()
+    before = 0 if agent_log is None else agent_log.stat().st_size
     started = time.monotonic()
-    return finish(start(env, stdin, wrapper=wrapper), started)
+    answer = finish(start(env, stdin, wrapper=wrapper, program=program), started)
+    if agent_log is None:
+        return answer
+    with agent_log.open() as log:
+        log.seek(before)
+        lines = [line for line in log if '"scope": "cni-plugin"' in line]
+    return answer._replace(stderr=answer.stderr + "".join(lines))
 
 
 class Node:
@@ -151,7 +169,10 @@ class Node:
     With a server, pods are on it and the run dir holds its kubeconfig; without one, they are files.
     """
 
-    def __init__(self, directory: Path, server: FakeApiServer | None = None) -> None:
+    def __init__(
+        self, directory: Path, server: FakeApiServer | None = None, way: Way | None = None
+    ) -> None:
+        self.way = way or Way()
         self.run_dir = directory / "run"
         self.run_dir.mkdir()
         self.server = server
@@ -206,14 +227,16 @@ class Node:
     ) -> Answer:
         """Call the plugin for one of a pod's attachments, by default in the newest version."""
         config = self.config() if config is None else config
-        return run(environment(verb, netns, pod, env), stdin(config, prev_result), wrapper=wrapper)
+        call = environment(verb, netns, pod, env)
+        return run(call, stdin(config, prev_result), wrapper=wrapper, way=self.way)
 
     def start(
         self, verb: str, netns: str, pod: Pod = WEB, *, config: JSON | None = None
     ) -> subprocess.Popen[bytes]:
         """Start a call that the test will kill, or wait for by itself."""
         config = self.config() if config is None else config
-        return start(environment(verb, netns, pod), stdin(config, None))
+        call = environment(verb, netns, pod)
+        return start(call, stdin(config, None), program=self.way.program)
 
     def record(self, pod: Pod = WEB) -> JSON | None:
         """Read the record of a pod's attachment; None if there is none."""
