@@ -49,7 +49,7 @@ def survey(net: Netfilter, family: Family) -> Survey:
     """Read what each variant holds in the present namespace."""
     found = Survey({}, {})
     for variant in VARIANTS:
-        if _has_tables(variant, family):
+        if has_tables(variant, family):
             _read(net, family, variant, found)
     return found
 
@@ -88,7 +88,8 @@ def load(net: Netfilter, tool: Tool, document: str, again: Callable[[], str] | N
     return None
 
 
-def _has_tables(variant: str, family: Family) -> bool:
+def has_tables(variant: str, family: Family) -> bool:
+    """Tell whether a variant has tables for a family in the present namespace."""
     if variant == "legacy":
         return not _TABLES.isdisjoint(netlink.legacy_tables(family.value))
     tables = netlink.nft_tables()

@@ -21,6 +21,7 @@ from istio_cni.capture.tools import (
     Held,
     candidates,
     find,
+    has_tables,
     load,
     lock_held,
     none_works,
@@ -120,7 +121,10 @@ class Run(Session):
             return tables_of.load_text(state, ruleset, family, changed)
 
         if self._load(family, held.tool, held.state, text):
-            self._prove(family, held.tool, target)
+            if self.net.prove or held.state:
+                self._prove(family, held.tool, target)
+            elif not has_tables(held.tool.variant, family):
+                raise CommandFailed(f"{held.tool.name}-restore", 0, "it succeeded without a table")
 
     def _prove(self, family: Family, tool: Tool, target: State) -> None:
         """Read back what was loaded; a program that succeeds without doing it is no success."""

@@ -120,7 +120,8 @@ class Netfilter:
     unique to the namespace (its path) in CNI mode, "" otherwise: then the node-wide xtables lock is
     waited for, `lock_wait_s` seconds. `keep` is a descriptor that programs inherit, so that the
     apply lock outlives a killed parent until they have ended. `may_commit` is called right before
-    every change, and raises where nobody wants it any more; None: somebody does in any case.
+    every change, and raises where nobody wants it any more; None: somebody does in any case. With
+    `prove`, what was loaded is read back also where there was nothing before.
     """
 
     __slots__ = (
@@ -131,6 +132,7 @@ class Netfilter:
         "lock_file",
         "lock_wait_s",
         "may_commit",
+        "prove",
         "rollback_deadline",
         "search_path",
     )
@@ -145,7 +147,9 @@ class Netfilter:
         lock_wait_s: int = XTABLES_WAIT_S,
         shadow_lock: Callable[[str], bool] | None = None,
         may_commit: Callable[[], None] | None = None,
+        prove: bool = True,
     ) -> None:
+        self.prove = prove
         self.may_commit = may_commit
         self.deadline = deadline
         self.rollback_deadline = rollback_deadline or deadline + ROLLBACK_RESERVE_S

@@ -77,7 +77,7 @@ class Host:
         from istio_cni.plugin import work
 
         return namespaces.run_inside(
-            lambda inside: work.run(task, inside, None),
+            lambda inside: work.run(task, inside),
             netns,
             deadline=task.deadline,
             log=self.log.write,

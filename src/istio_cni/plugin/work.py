@@ -61,8 +61,17 @@ class Task(NamedTuple):
         return task._replace(choice=apply.Choice(*task.choice))
 
 
-def run(task: Task, inside: Inside, may_commit: Callable[[], None] | None) -> dict[str, object]:
-    """Do a task in the present namespace; part of the time is kept for a roll-back."""
+def run(
+    task: Task,
+    inside: Inside,
+    may_commit: Callable[[], None] | None = None,
+    *,
+    prove: bool = True,
+) -> dict[str, object]:
+    """Do a task in the present namespace; part of the time is kept for a roll-back.
+
+    `may_commit` and `prove` are those of `Netfilter`.
+    """
     left = task.deadline - time.monotonic()
     net = Netfilter(
         deadline=task.deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
@@ -70,6 +79,7 @@ def run(task: Task, inside: Inside, may_commit: Callable[[], None] | None) -> di
         lock_file=task.path,
         shadow_lock=inside.shadow_lock,
         may_commit=may_commit,
+        prove=prove,
     )
     return _WORK[task.name](task, inside, net)
 
