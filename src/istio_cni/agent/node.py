@@ -14,7 +14,7 @@ from typing import NamedTuple
 from istio_cni import constants
 from istio_cni.agent.settings import Settings
 from istio_cni.edge import files, proc
-from istio_cni.edge.kube import tokens
+from istio_cni.edge.kube import address, tokens
 from istio_cni.errors import InvalidSettings, quoted
 from istio_cni.install import plan
 from istio_cni.install.bundle import Bundle
@@ -60,19 +60,23 @@ def view(settings: Settings) -> View:
 
 
 class Pod(NamedTuple):
-    """What the agent's own pod knows: the API server's URL, and the namespace that it is in."""
+    """What the agent's own pod knows: the API server's URL, and the namespace that it is in.
+
+    The URL has an address; `server_name` is the name that it was found by, "" for none.
+    """
 
     server: str
+    server_name: str
     namespace: str
 
 
 def own_pod(settings: Settings, env: Mapping[str, str]) -> Pod:
     """Read what every pod is told. Raises InvalidSettings for what cannot be used."""
-    server = _server(env)
+    server, server_name = _server(env)
     namespace = settings.pod_namespace or _own_namespace(settings.service_account_dir)
     if not namespace:
         raise InvalidSettings(('POD_NAMESPACE: "" is not allowed; allowed: this pod\'s namespace',))
-    return Pod(server, namespace)
+    return Pod(server, server_name, namespace)
 
 
 def parts(
@@ -89,6 +93,7 @@ def parts(
         pod.server,
         "" if settings.skip_tls_verify else ca_file,
         settings.kubeconfig_mode,
+        pod.server_name,
     )
     api = {name: env[name] for name in (f"{SERVICE}HOST", f"{SERVICE}PORT")}
     return (
@@ -114,8 +119,8 @@ def _seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _server(env: Mapping[str, str]) -> str:
-    """Return the API server's URL, as every pod's environment has it."""
+def _server(env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the API server's URL, as every pod's environment has it, by address; and its name."""
     host, port = env.get(f"{SERVICE}HOST", ""), env.get(f"{SERVICE}PORT", "")
     protocol = env.get(f"{SERVICE}PROTOCOL") or "https"
     problems = []
@@ -131,7 +136,13 @@ def _server(env: Mapping[str, str]) -> str:
         )
     if problems:
         raise InvalidSettings(tuple(problems))
-    return plan.server_url(protocol, host, port)
+    name = "" if address.is_numeric(host) else host
+    try:
+        host = address.resolve(name) if name else host
+    except OSError as error:
+        LOG.warning("%sHOST: %s cannot be resolved: %s", SERVICE, quoted(name), error.strerror)
+        name = ""
+    return plan.server_url(protocol, host, port), name
 
 
 def _own_namespace(account_dir: str) -> str:

@@ -29,12 +29,16 @@ Mint = Callable[[], tuple[str, float]]
 
 
 class Target(NamedTuple):
-    """What the kubeconfig says: URL of the server, the file with its authority, "" for none."""
+    """What the kubeconfig says: URL of the server, the file with its authority, "" for none.
+
+    `server_name` is what its certificate is for, "" if that is the host of the URL.
+    """
 
     run_dir: str
     server: str
     ca_file: str
     mode: int = 0o600
+    server_name: str = ""
 
 
 class Credentials:
@@ -60,7 +64,8 @@ class Credentials:
         yield from self._renew()
         if not self._token or self._clock() >= self._ends_at:
             raise self._trouble or TryAgainLater("no token for the plugin yet")
-        wanted = plan.kubeconfig(self._target.server, self._authority(), self._token)
+        server, name = self._target.server, self._target.server_name
+        wanted = plan.kubeconfig(server, self._authority(), self._token, name)
         if files.read_whole(self._path) != wanted:
             files.make_directory(self._target.run_dir, 0o755)
             files.write_whole(self._path, wanted, self._target.mode, keep=False)

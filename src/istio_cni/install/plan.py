@@ -33,12 +33,16 @@ def entry(keys: Mapping[str, object]) -> JSON:
     }
 
 
-def kubeconfig(server: str, authority: bytes, token: str) -> bytes:
+def kubeconfig(server: str, authority: bytes, token: str, server_name: str = "") -> bytes:
     """Return the plugin's kubeconfig; without authority (PEM) the server is not verified.
+
+    `server_name` is what its certificate is for, where that is not the host of the URL `server`.
 
     JSON, which is YAML: the plugin reads it without loading a parser for more.
     """
     cluster: JSON = {"server": server}
+    if server_name:
+        cluster["tls-server-name"] = server_name
     if authority:
         cluster["certificate-authority-data"] = b64encode(authority).decode()
     else:
