@@ -12,7 +12,7 @@ import pytest
 from e2e.cluster import Cluster
 from e2e.cluster.addresses import API_SERVICE
 from e2e.cluster.configs import CONFLIST
-from e2e.install import NAMESPACE, Mesh
+from e2e.install import KUBECONFIG, NAMESPACE, Mesh
 from e2e.nodes import on_every_node
 from istio_cni.constants import VERSION
 
@@ -23,7 +23,6 @@ ISSUER = {  # what every ServiceAccount may read of who signs its tokens
     "[/openid/v1/jwks/] [] [get]",
     "[/openid/v1/jwks] [] [get]",
 }
-KUBECONFIG = "/run/istio-cni/istio-cni-kubeconfig"
 
 
 def rights(cluster: Cluster, account: str, namespace: str) -> set[str]:
@@ -45,30 +44,34 @@ def _listed(cluster: Cluster, namespace: str, user: str, *groups: str) -> set[st
 
 
 def test_the_accounts_may_do_what_they_must(cluster: Cluster, mesh: Mesh) -> None:
-    """The agent mints tokens of one account; that one reads pods, in any namespace."""
+    """The agent follows pods and mints tokens of one account; that one reads pods."""
     tokens = "serviceaccounts/token [] [istio-cni-plugin] [create]"
-    assert rights(cluster, "istio-cni", NAMESPACE) - ISSUER == {tokens}
+    follow = "pods [] [] [list watch]"
+    assert rights(cluster, "istio-cni", NAMESPACE) - ISSUER == {tokens, follow}
     assert rights(cluster, "istio-cni", "default") - ISSUER == set()
     for namespace in ("default", NAMESPACE):
         assert rights(cluster, "istio-cni-plugin", namespace) - ISSUER == {"pods [] [] [get]"}
 
 
 def test_the_agent_has_no_right_that_it_does_not_need(cluster: Cluster, mesh: Mesh) -> None:
-    """It may write where others own the directory; it enters no namespace and no network."""
+    """It may enter pods' namespaces and write where others own the directory."""
     (pid, *_) = cluster.node.succeed("pgrep", "-f", "^install-cni").split()
     status = cluster.node.succeed("grep", "CapBnd", f"/proc/{pid}/status")
     chown, dac_override, fowner = 0, 1, 3  # linux/capability.h
-    assert int(status.split()[1], 16) == 1 << chown | 1 << dac_override | 1 << fowner
+    net_admin, net_raw, sys_chroot, sys_ptrace, sys_admin = 12, 13, 18, 19, 21
+    files, namespaces = (chown, dac_override, fowner), (sys_chroot, sys_ptrace, sys_admin)
+    wanted = {*files, *namespaces, net_admin, net_raw}
+    assert int(status.split()[1], 16) == sum(1 << number for number in wanted)
 
 
 @on_every_node
 def test_the_node_has_the_plugin(cluster: Cluster, mesh: Mesh) -> None:
-    """A bundle behind links, a kubeconfig that only root can read, one entry at the end."""
+    """The launcher, a bundle and the agent behind links, one entry at the end."""
     links = cluster.node.succeed(
-        "readlink", f"{BIN_DIR}/istio-cni", f"{BIN_DIR}/istio-cni.d/current"
+        "readlink", f"{BIN_DIR}/istio-cni.d/agent.sock", f"{BIN_DIR}/istio-cni.d/current"
     )
-    entry, current = links.split()
-    assert entry == "istio-cni.d/current/istio-cni"
+    socket, current = links.split()
+    assert socket == "/var/run/istio-cni/agent/agent.sock"
     assert re.fullmatch(rf"{re.escape(VERSION)}-[0-9a-f]{{8}}", current)
     said = cluster.node.succeed(f"{BIN_DIR}/istio-cni", "--version")
     assert said == f"istio-cni {VERSION}\n"

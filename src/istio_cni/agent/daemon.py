@@ -46,8 +46,8 @@ def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop
     view = node.view(settings)
     workshop.mounts = view.mounts
     node_backend = _node_backend(settings, workshop)
-    installer = Installer(node.parts(settings, env, pod, node_backend))
     metrics = Metrics()
+    installer = Installer(node.parts(settings, env, pod, node_backend), metrics.installed)
     metrics.watch_install(lambda: not installer.missing)
     with ExitStack() as undo:
         _serve_http(settings, output, installer, metrics, undo)

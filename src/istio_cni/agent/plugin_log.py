@@ -15,17 +15,16 @@ import logging
 import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from istio_cni.agent import log
 from istio_cni.agent.serving import BACKLOG, BoundedServer, Handler
 from istio_cni.constants import QUOTED_MAX_BYTES
+from istio_cni.edge.callers import Listening, peer_uid
 from istio_cni.edge.logsocket import REQUEST_MAX_BYTES, URL_PATH
-from istio_cni.errors import IOFailure, quoted
+from istio_cni.errors import quoted
 from istio_cni.plugin.log import SOCKET_FILE
 
 LOG = logging.getLogger("cni-agent")
@@ -36,7 +35,6 @@ MESSAGE_MAX_BYTES = 4096
 LABELS_MAX = 32
 _FIXED = ("time", "level", "scope", "msg")
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)", re.ASCII)
-_CREDENTIALS = struct.Struct("=iII")  # process, user, group
 _INT_MAX = 1 << 63
 
 Watch = Callable[[Mapping[str, object]], object]
@@ -158,15 +156,12 @@ class PluginLog(BoundedServer):
 
     def __init__(self, run_dir: str, lines: Lines) -> None:
         self.lines = lines
-        self._directory, self._inode, listening = _listen(run_dir)
-        super().__init__(listening, _Post, "plugin-log")
+        self._listening = Listening(os.path.join(run_dir, SOCKET_FILE), backlog=BACKLOG)
+        super().__init__(self._listening.socket, _Post, "plugin-log")
 
     def verify_request(self, request: object, client_address: object) -> bool:
         """Let root in, and nobody else."""
-        if not isinstance(request, socket.socket):
-            return False
-        raw = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return bool(_CREDENTIALS.unpack(raw)[1] == 0)
+        return isinstance(request, socket.socket) and peer_uid(request) == 0
 
     def service_actions(self) -> None:
         """Look at what time has brought."""
@@ -176,10 +171,7 @@ class PluginLog(BoundedServer):
     def server_close(self) -> None:
         """Stop; the path goes if it still leads here, and not to a successor."""
         super().server_close()
-        with suppress(OSError):
-            if _inode(self._directory, SOCKET_FILE) == self._inode:
-                os.unlink(SOCKET_FILE, dir_fd=self._directory)
-        os.close(self._directory)
+        self._listening.withdraw()
 
 
 class _Post(Handler):
@@ -197,42 +189,3 @@ class _Post(Handler):
             return
         self.server.lines.take(self.rfile.read(length))
         self.answer(200, b"")
-
-
-def _listen(run_dir: str) -> tuple[int, tuple[int, int], socket.socket]:
-    """Listen under another name first, so that nobody finds a socket that is not ready.
-
-    Returns the directory's descriptor and the socket's inode. What had the name goes.
-    """
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = -1
-    try:
-        os.makedirs(run_dir, 0o750, exist_ok=True)
-        directory = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return directory, _bind(listening, directory), listening
-    except OSError as error:
-        listening.close()
-        if directory >= 0:
-            os.close(directory)
-        path = quoted(os.path.join(run_dir, SOCKET_FILE))
-        raise IOFailure(f"cannot listen at {path}: {error.strerror or error}") from error
-
-
-def _bind(listening: socket.socket, directory: int) -> tuple[int, int]:
-    temporary = f".{SOCKET_FILE}.{os.urandom(4).hex()}"
-    listening.bind(f"/proc/self/fd/{directory}/{temporary}")  # a path would have to be short
-    try:
-        os.chmod(temporary, 0o600, dir_fd=directory)
-        listening.listen(BACKLOG)
-        inode = _inode(directory, temporary)
-        os.rename(temporary, SOCKET_FILE, src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary, dir_fd=directory)
-        raise
-    return inode
-
-
-def _inode(directory: int, name: str) -> tuple[int, int]:
-    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    return status.st_dev, status.st_ino

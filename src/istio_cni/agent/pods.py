@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from istio_cni.agent.trim import JSON, Key, Strings, key, trim
-from istio_cni.edge.kube.stream import Event, Expired, Garbled, ServerTrouble, Unauthorized
+from istio_cni.edge.kube.stream import Event, Expired, Garbled, ServerTrouble, Silent, Unauthorized
 from istio_cni.edge.kube.watch import NodePods
 from istio_cni.errors import InternalError, IstioCNIError
 from istio_cni.plugin.identity import is_same_pod
@@ -182,9 +182,9 @@ class PodCache:
 class Pauses:
     """How long to wait after each end of a stream; `jitter` gives a share of 0 to 1.
 
-    A stream that the server ended, a version that expired and a token that was replaced are
-    everyday: the first of each kind is no reason to wait. All else, and a second one before a
-    stream has lasted, waits twice as long each time.
+    A stream that the server ended or that fell silent, a version that expired and a token that was
+    replaced are everyday: the first of each kind is no reason to wait. All else, and a second one
+    before a stream has lasted, waits twice as long each time.
     """
 
     def __init__(self, pace: Pace, jitter: Callable[[], float]) -> None:
@@ -202,7 +202,7 @@ class Pauses:
         """Return the seconds to wait after an end, None being the server's own."""
         kind = type(error)
         asked_s = error.retry_after_s if isinstance(error, ServerTrouble) else 0.0
-        if (error is None or kind in (Expired, Unauthorized)) and kind not in self._excused:
+        if (error is None or kind in (Expired, Silent, Unauthorized)) and kind not in self._excused:
             self._excused.add(kind)
             return self._spread(asked_s)
         pause_s = self._next_s

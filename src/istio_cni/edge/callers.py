@@ -50,8 +50,7 @@ class Caller:
     @property
     def uid(self) -> int:
         """The user that asks, as the kernel says."""
-        raw = self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        return int(_CREDENTIALS.unpack(raw)[1])
+        return peer_uid(self._connection)
 
     def read(self, count: int) -> bytes:
         """Read so many bytes, and take the descriptors in.
@@ -105,6 +104,12 @@ class Caller:
         return True
 
 
+def peer_uid(connection: socket.socket) -> int:
+    """Return the user at the other end of a connection, as the kernel says."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
 def has_left(connection: int) -> bool:
     """Tell whether the other end of a connection is closed."""
     poll = select.poll()
@@ -112,59 +117,77 @@ def has_left(connection: int) -> bool:
     return bool(poll.poll(0))
 
 
-class Listener:
-    """A socket that callers find by its path, from the moment in which they can be served."""
+class Listening:
+    """A Unix socket that listens at a path, where nobody finds it before it does.
 
-    def __init__(self, path: str) -> None:
-        """Bind and listen; what had the path goes. Raises IOFailure."""
-        self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    What had the path goes. A `private` directory is root's alone.
+    """
+
+    def __init__(self, path: str, *, private: bool = False, backlog: int = BACKLOG) -> None:
+        """Bind and listen, and make the directory if it is missing. Raises IOFailure."""
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._name = os.path.basename(path)
         try:
-            self._directory = _private_directory(os.path.dirname(path))
+            self._directory = _open_directory(os.path.dirname(path), private=private)
             try:
-                self._bind(os.path.basename(path))
+                self._inode = self._bind(backlog)
             except BaseException:
                 os.close(self._directory)
                 raise
         except OSError as error:
-            self._socket.close()
-            raise IOFailure(f"cannot listen at {quoted(path)}: {error.strerror}") from error
+            self.socket.close()
+            problem = error.strerror or str(error)
+            raise IOFailure(f"cannot listen at {quoted(path)}: {problem}") from error
 
-    def _bind(self, name: str) -> None:
-        """Bind under another name first; a path would have to be short."""
-        temporary = f".{name}.{os.getpid()}"
-        with suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=self._directory)
-        self._socket.bind(f"/proc/self/fd/{self._directory}/{temporary}")
-        os.chmod(temporary, 0o600, dir_fd=self._directory)
-        self._socket.listen(BACKLOG)
-        self._inode = os.stat(temporary, dir_fd=self._directory).st_ino
-        os.rename(temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+    def _bind(self, backlog: int) -> tuple[int, int]:
+        temporary = f".{self._name}.{os.urandom(4).hex()}"
+        self.socket.bind(f"/proc/self/fd/{self._directory}/{temporary}")  # paths must be short
+        try:
+            os.chmod(temporary, 0o600, dir_fd=self._directory)
+            self.socket.listen(backlog)
+            inode = self._identity(temporary)
+            os.rename(temporary, self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=self._directory)
+            raise
+        return inode
+
+    def _identity(self, name: str) -> tuple[int, int]:
+        status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
+        return status.st_dev, status.st_ino
+
+    def withdraw(self) -> None:
+        """Remove the path, if it still leads here and not to a successor; the socket stays."""
+        with suppress(OSError):
+            if self._identity(self._name) == self._inode:
+                os.unlink(self._name, dir_fd=self._directory)
+        os.close(self._directory)
+
+
+class Listener:
+    """Where callers come from, from the moment in which they can be served."""
+
+    def __init__(self, path: str) -> None:
+        """Listen at a path. Raises IOFailure."""
+        self._listening = Listening(path, private=True)
 
     def accept(self) -> Caller:
         """Wait for the next caller; raises OSError once the listener is closed."""
-        connection, _ = self._socket.accept()
+        connection, _ = self._listening.socket.accept()
         return Caller(connection)
 
     def close(self) -> None:
-        """Take no more callers, and wake those who wait in `accept`.
-
-        The path goes if it still leads here, and not to a successor.
-        """
-        name = os.path.basename(self._path)
+        """Take no more callers, and wake those who wait in `accept`."""
+        self._listening.withdraw()
         with suppress(OSError):
-            status = os.stat(name, dir_fd=self._directory, follow_symlinks=False)
-            if status.st_ino == self._inode:
-                os.unlink(name, dir_fd=self._directory)
-        os.close(self._directory)
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._listening.socket.shutdown(socket.SHUT_RDWR)
+        self._listening.socket.close()
 
 
-def _private_directory(path: str) -> int:
-    """Open a directory that is root's alone, made if it is missing."""
-    os.makedirs(path, 0o700, exist_ok=True)
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    os.fchmod(directory, 0o700)
+def _open_directory(path: str, *, private: bool) -> int:
+    os.makedirs(path, 0o700 if private else 0o750, exist_ok=True)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if private:
+        os.fchmod(directory, 0o700)
     return directory

@@ -30,10 +30,17 @@ class Part(Protocol):
 
 
 class Installer:
-    """The parts, in the order in which they are installed; the last one is the conflist."""
+    """The parts, in the order in which they are installed; the last one is the conflist.
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    `count` is told of each change: "" once all is in place, else the name of the part's class that
+    is not.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], count: Callable[[str], None] = lambda _: None
+    ) -> None:
         self._parts = parts
+        self._count = count
         self._installed = False
         self.missing = "not looked yet"
         """What is not in place, "" once all is."""
@@ -44,16 +51,19 @@ class Installer:
         No part is begun before those that it needs are in place. Later on, trouble with one leaves
         the others be: an entry that is taken out while a token has ended still comes back.
         """
-        trouble = ""
+        trouble = failed = ""
         for part in self._parts:
             problem, _ = _told(part.install())
-            trouble = trouble or problem
+            if problem and not trouble:
+                trouble, failed = problem, type(part).__name__
             if trouble and not self._installed:
                 break
         if trouble and trouble != self.missing:
             LOG.warning("not in place: %s", trouble)
+            self._count(failed)
         elif self.missing and not trouble:
             LOG.info("all is in place: pods of the mesh are captured from now on")
+            self._count("")
         self._installed = self._installed or not trouble
         self.missing = trouble
 

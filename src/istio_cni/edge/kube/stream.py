@@ -37,6 +37,10 @@ class Unauthorized(ServerTrouble):
     """The token is not accepted (401): there may be another one in its place by now."""
 
 
+class Silent(ServerTrouble):
+    """An answer had begun, and nothing came any more: the other end may be gone without a word."""
+
+
 class Garbled(ServerTrouble):
     """Something came that is no event or no page: what it was is lost, so list anew."""
 
@@ -66,14 +70,14 @@ def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         raise ServerTrouble(f"{WHAT}: the connection was closed in the middle of an event")
 
 
-def whole(pieces: Iterable[bytes]) -> bytes:
+def whole(pieces: Iterable[bytes]) -> bytearray:
     """Return a body of at most PAGE_MAX_BYTES."""
     body = bytearray()
     for piece in pieces:
         body += piece
         if len(body) > PAGE_MAX_BYTES:
             raise Garbled(f"{WHAT}: a list of more than {PAGE_MAX_BYTES} bytes")
-    return bytes(body)
+    return body
 
 
 def event(line: bytes) -> Event:
@@ -88,7 +92,7 @@ def event(line: bytes) -> Event:
     return Event(kind, pod, version(metadata))
 
 
-def page(body: bytes) -> tuple[JSON, list[JSON]]:
+def page(body: bytes | bytearray) -> tuple[JSON, list[JSON]]:
     """Read one page of a list: its metadata and its pods."""
     document = _object(body)
     metadata, items = _metadata(document), document.get("items")
@@ -101,14 +105,23 @@ def page(body: bytes) -> tuple[JSON, list[JSON]]:
     return metadata, items
 
 
-def _object(text: bytes) -> JSON:
+def _object(text: bytes | bytearray) -> JSON:
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_hook=_slim)
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         raise Garbled(f"{WHAT}: an answer that is no JSON object")
     return document
+
+
+def _slim(found: JSON) -> JSON:
+    """Let go of the bulk of a pod as soon as it is read: a page in memory costs a tenth then."""
+    if isinstance(found.get("managedFields"), list):
+        del found["managedFields"]
+    if isinstance(found.get("status"), dict):  # a label of that name is a string
+        del found["status"]
+    return found
 
 
 def _metadata(document: object, *names: str) -> JSON:

@@ -26,15 +26,15 @@ from urllib.parse import urlencode
 import kubernetes.client
 from kubernetes.client.exceptions import ApiException
 from urllib3 import BaseHTTPResponse
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from istio_cni.constants import VERSION
 from istio_cni.edge.kube import incluster, stream
-from istio_cni.edge.kube.stream import JSON, WHAT, Event, Expired, ServerTrouble
+from istio_cni.edge.kube.stream import JSON, WHAT, Event, Expired, ServerTrouble, Silent
 from istio_cni.errors import quoted
 
 PATH = "/api/v1/pods"
-PAGE_PODS = 100  # a page is in memory as a whole: 3 MB with usual pods
+PAGE_PODS = 128  # one page for a usual full node, in memory as a whole
 REFUSAL_MAX_BYTES = 64 * 1024
 READ_BYTES = 64 * 1024
 GRACE_S = 30.0  # for a server that should have ended a stream by itself
@@ -163,6 +163,9 @@ class NodePods:
             yield answer
         except ApiException as error:  # TLS failed
             raise ServerTrouble(f"{WHAT}: {quoted(error.reason)}") from error
+        except ReadTimeoutError as error:
+            kind = ServerTrouble if answer is None else Silent
+            raise kind(f"{WHAT}: no byte for {read_s:.0f} s") from error
         except (HTTPError, HTTPException, OSError) as error:
             raise ServerTrouble(f"{WHAT}: {quoted(str(error))}") from error
         finally:
