@@ -101,7 +101,9 @@ def test_iptables_that_is_not_there_is_missed_by_name(cluster: Cluster, mesh: Me
         cluster.wait(complaint, what="an event says what is missing")
         assert mesh.failures("insisting")[0]["code"] == 106
     finally:
+        cluster.delete("pod", "insisting", wait=True)  # else it starts while no agent is there
         mesh.configure(BACKEND="")
-    cluster.wait_ready("insisting", timeout_s=120)
+    cluster.apply(mesh_pod("insisting"))
+    cluster.wait_ready("insisting")
     assert cluster.holders("insisting") == ["nftables"]
     cluster.delete("pod", "insisting")

@@ -48,7 +48,7 @@ def test_the_accounts_may_do_what_they_must(cluster: Cluster, mesh: Mesh) -> Non
     tokens = "serviceaccounts/token [] [istio-cni-plugin] [create]"
     follow = "pods [] [] [list watch]"
     assert rights(cluster, "istio-cni", NAMESPACE) - ISSUER == {tokens, follow}
-    assert rights(cluster, "istio-cni", "default") - ISSUER == set()
+    assert rights(cluster, "istio-cni", "default") - ISSUER == {follow}
     for namespace in ("default", NAMESPACE):
         assert rights(cluster, "istio-cni-plugin", namespace) - ISSUER == {"pods [] [] [get]"}
 

@@ -87,15 +87,11 @@ def _node_backend(settings: Settings, workshop: Workshop) -> str:
 def _serve_http(
     settings: Settings, output: log.Output, installer: Installer, metrics: Metrics, undo: ExitStack
 ) -> None:
-    """Take the plugin's lines, and tell how things are. Raises IOFailure."""
+    """Take the plugin's lines, and tell how things are, to the end. Raises IOFailure."""
     lines = Lines(output, metrics.plugin_line)
-    undo.callback(PluginLog(settings.cni_agent_run_dir, lines).close)
-    undo.callback(HealthServer(settings.health_port, lambda: installer.missing).close)
-    monitoring = serve_monitoring(
-        settings.monitoring_port, lambda: installer.missing, metrics.render
-    )
-    if monitoring is not None:
-        undo.callback(monitoring.close)
+    undo.callback(PluginLog(settings.cni_agent_run_dir, lines).withdraw)
+    HealthServer(settings.health_port, lambda: installer.missing)
+    serve_monitoring(settings.monitoring_port, lambda: installer.missing, metrics.render)
 
 
 def _follow_pods(

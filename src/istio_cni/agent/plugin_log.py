@@ -169,8 +169,12 @@ class PluginLog(BoundedServer):
         self.lines.tell()
 
     def server_close(self) -> None:
-        """Stop; the path goes if it still leads here, and not to a successor."""
+        """Stop; nobody finds the socket any more."""
         super().server_close()
+        self.withdraw()
+
+    def withdraw(self) -> None:
+        """Take no lines from processes that begin now; waits for nothing."""
         self._listening.withdraw()
 
 
