@@ -32,6 +32,12 @@
 #define FRAME_STDIN_MAX 16777216      /* bytes */
 #define FRAME_ANSWER_MAX 16842752     /* bytes: an ADD passes on what it got, and a little more */
 
+#define FRAME_WAIT_ADD_MS 10000 /* how long a launcher waits for the whole of it, by verb */
+#define FRAME_WAIT_CHECK_MS 5000
+#define FRAME_WAIT_DEL_MS 2000
+#define FRAME_WAIT_GC_MS 2000
+#define FRAME_WAIT_MS 500 /* any other one */
+
 #define FRAME_DONE 1     /* carried out: print the bytes, exit with the status */
 #define FRAME_DECLINED 2 /* untouched: the bytes say why, for people */
 

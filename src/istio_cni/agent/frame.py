@@ -59,8 +59,8 @@ def read_environment(data: bytes) -> dict[str, str]:
     variables = data.split(b"\0")
     if variables.pop():
         raise DecodingFailure("the environment does not end with a NUL")
-    pairs = (os.fsdecode(variable).partition("=") for variable in variables)
-    env = {name: value for name, _, value in pairs}
+    pairs = (os.fsdecode(variable).partition("=") for variable in reversed(variables))
+    env = {name: value for name, _, value in pairs}  # of a name's values the first one counts
     if not all(name.startswith(PREFIX) for name in env):
         raise DecodingFailure(f"the environment has variables without {PREFIX}")
     return env
