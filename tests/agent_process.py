@@ -19,6 +19,7 @@ from istio_cni.plugin import source
 def main() -> None:
     """Serve until stdin ends."""
     workshop = Workshop()
+    workshop.open(None)
     output = log.start("debug")
     own = proc.namespace(proc.OWN_NETNS)  # where the tests call from
     assert own is not None

@@ -246,6 +246,13 @@ class Exchange(http.server.BaseHTTPRequestHandler):
     wbufsize = -1  # one segment an answer: Nagle's wait would blur a benchmark
     server: _Server
 
+    def finish(self) -> None:
+        """Close both directions, also behind a client that left before it had read all."""
+        try:
+            super().finish()
+        except OSError:
+            self.rfile.close()
+
     def do_POST(self) -> None:
         """Do the same: a request differs by what its path and body ask for."""
         self.do_GET()

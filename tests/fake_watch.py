@@ -208,9 +208,9 @@ class Stream:
     def _wait(self) -> tuple[Order | None, bytes]:
         """Return an order or else what happened."""
         with self._server.changed:
-            if self.orders:
-                return self.orders.popleft(), b""
             news = self._server.history[self._next :]
+            if self.orders and not (news and self.orders[0].kind == "bookmark"):
+                return self.orders.popleft(), b""
             if not news:
                 self._server.changed.wait(LOOK_S)
                 return None, b""
@@ -225,8 +225,7 @@ class Stream:
             case "raw":
                 self._send(order.raw)
             case "bookmark":
-                about = {"metadata": {"resourceVersion": str(self._server.version)}}
-                self._send(_line("BOOKMARK", about))
+                self._send(_line("BOOKMARK", {"metadata": {"resourceVersion": self._sent()}}))
             case "gone":
                 self._send(_line("ERROR", json.loads(status_object(410, "too old"))))
             case "mute":
@@ -247,6 +246,12 @@ class Stream:
                 self._exchange.connection.close()
                 return False
         return True
+
+    def _sent(self) -> str:
+        """Return the version up to which everything has been sent."""
+        with self._server.changed:
+            later = self._server.history[self._next :]
+            return str(later[0].version - 1 if later else self._server.version)
 
     def _send(self, data: bytes) -> None:
         """Send a chunk."""

@@ -18,6 +18,8 @@ from istio_cni.edge.netfilter import Netfilter
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.plugin import program as plugin_program
 from istio_cni.plugin.attachments import Attachments
+from istio_cni.plugin.host import Host
+from istio_cni.plugin.log import Log
 from namespaces import call_inside
 from netns.programming import (
     ALL_DNS,
@@ -91,10 +93,11 @@ def add_within(
     def add() -> tuple[IstioCNIError, float]:
         bind_here({"/usr/local/sbin": directory})
         started = time.monotonic()
+        host = Host(Log(sink=lambda _, line: pytest.fail(line)))
         wanted, limit = config("", **TPROXY, DUAL_STACK=True), started + seconds
         with pytest.raises(IstioCNIError) as failure:
             plugin_program.capture(
-                request, wanted, "uid", None, attachments, limit, lambda *_: pytest.fail("it logs")
+                host, request, wanted, "uid", host.pin(request), attachments, limit
             )
         return failure.value, took(started)
 

@@ -97,6 +97,8 @@ def test_root_that_is_no_mount_point_costs_one_warning(netns: str, tmp_path: Pat
             subprocess.check_call(["mount", "--rbind", f"/{name}", str(tmp_path / name)])
         for name in ("bin", "sbin", "lib", "lib64"):
             (tmp_path / name).symlink_to(f"usr/{name}")
+        from istio_cni.capture import iptables  # noqa: F401 # its file is out of sight then
+
         os.chroot(tmp_path)
         os.chdir("/")
         return program(netns, config()).warnings

@@ -44,7 +44,7 @@ def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop
     if wishes := settings.repair_wishes():
         LOG.warning("repair is not part of this version; set in vain: %s", ", ".join(wishes))
     view = node.view(settings)
-    workshop.mounts = view.mounts
+    workshop.open(view.mounts)
     node_backend = _node_backend(settings, workshop)
     metrics = Metrics()
     installer = Installer(node.parts(settings, env, pod, node_backend), metrics.installed)

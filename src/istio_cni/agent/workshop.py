@@ -6,7 +6,8 @@ forked from it before either, has one thread, and forks one process for each tas
 the plugin does in process (netns/child.py), and sees the node's files, iptables among them, if the
 agent itself is in a container.
 
-It ends with the agent, and everything under way with it.
+It ends with the agent, and everything under way with it. It lives in a sandbox of the node's files,
+made once: a copy of all mounts for each task would cost more than the task.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +37,8 @@ Log = Callable[[str, str], None]
 FIND_S = 15.0  # for the trial of each variant, kernel modules included
 GRACE_S = 0.5  # after a task's deadline, for the tale of its end
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
-_TASK_DESCRIPTORS = 4  # where the answer goes, the namespace, the caller, the node's mounts
+_TASK, _MOUNTS = b"t", b"m"
+_TASK_DESCRIPTORS = 3  # where the answer goes, the namespace, the caller
 
 
 class WorkshopClosed(TryAgainLater):
@@ -43,13 +46,9 @@ class WorkshopClosed(TryAgainLater):
 
 
 class Workshop:
-    """The workshop as the agent sees it. Make it before any thread is started.
-
-    `mounts` is a descriptor of the node's mount namespace, None while that is ours.
-    """
+    """The workshop as the agent sees it. Make it before any thread is started."""
 
     def __init__(self) -> None:
-        self.mounts: int | None = None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = os.fork()
         if self._process == 0:
@@ -70,17 +69,23 @@ class Workshop:
         receive, send = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with receive:
             with send:
-                node = () if self.mounts is None else (self.mounts,)
-                self._hand_over(send.fileno(), netns, caller, *node)
+                self._hand_over(_TASK, send.fileno(), netns, caller)
             receive.sendall(json.dumps(task.to_json()).encode() + b"\n")
             messages = namespaces.collect(receive.fileno(), task.deadline + GRACE_S)
         return namespaces.outcome(messages, task.deadline, log)
 
-    def _hand_over(self, *descriptors: int) -> None:
-        rights = array.array("i", descriptors)
+    def open(self, mounts: int | None) -> None:
+        """Begin; `mounts` is a descriptor of the node's mount namespace, None where that is ours.
+
+        Raises WorkshopClosed.
+        """
+        self._hand_over(_MOUNTS, *(() if mounts is None else (mounts,)))
+
+    def _hand_over(self, what: bytes, *descriptors: int) -> None:
+        rights = [(*_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             with self._sending:
-                self._socket.sendmsg([b"."], [(*_RIGHTS, rights)])
+                self._socket.sendmsg([what], rights)
         except OSError as error:
             raise WorkshopClosed(f"the agent cannot run iptables: {error.strerror}") from error
 
@@ -121,15 +126,13 @@ def _serve(tasks: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _load()
-    room = socket.CMSG_SPACE(4 * _TASK_DESCRIPTORS)
     while True:
-        message, rights, _, _ = tasks.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
-        if not message:
+        what, descriptors = _receive(tasks)
+        if not what:
             return
-        descriptors = array.array("i")
-        for _, _, content in rights:
-            descriptors.frombytes(content)
-        if os.fork() == 0:
+        if what == _MOUNTS:
+            namespaces.enter_sandbox(next(iter(descriptors), None), _complain)
+        elif os.fork() == 0:
             try:
                 tasks.close()
                 _do(*descriptors)
@@ -138,6 +141,19 @@ def _serve(tasks: socket.socket) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
         _reap()
+
+
+def _receive(tasks: socket.socket) -> tuple[bytes, array.array[int]]:
+    room = socket.CMSG_SPACE(4 * _TASK_DESCRIPTORS)
+    what, rights, _, _ = tasks.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for _, _, content in rights:
+        descriptors.frombytes(content)
+    return what, descriptors
+
+
+def _complain(_: str, message: str) -> None:
+    sys.stderr.write(f"install-cni: {message}\n")
 
 
 def _load() -> None:
@@ -155,8 +171,8 @@ def _reap() -> None:
             pass
 
 
-def _do(answer: int, netns: int, caller: int, mounts: int | None = None) -> None:
-    """Do one task, in a child of this process, and report."""
+def _do(answer: int, netns: int, caller: int) -> None:
+    """Have a child of this process do one task and report, and see that it ends."""
     namespaces.die_with_parent()
     task = Task.of_json(json.loads(_read_line(answer)))
 
@@ -167,12 +183,7 @@ def _do(answer: int, netns: int, caller: int, mounts: int | None = None) -> None
     def inside(inside: Inside) -> object:
         return work.run(task, inside, may_commit, prove=False)
 
-    namespaces.report(
-        answer,
-        lambda log: namespaces.run_inside(
-            inside, netns, deadline=task.deadline, log=log, mounts=mounts, keep=caller
-        ),
-    )
+    namespaces.run_and_report(inside, netns, answer, deadline=task.deadline, keep=caller)
 
 
 def _read_line(descriptor: int) -> bytes:

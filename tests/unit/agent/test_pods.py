@@ -15,7 +15,7 @@ from fake_watch import NODE, FakeWatchServer, Order, pod, until
 from istio_cni.agent.pods import Pace, Pauses, PodCache
 from istio_cni.edge import kube
 from istio_cni.edge.kube import stream
-from istio_cni.edge.kube.stream import Expired, Garbled, ServerTrouble, Unauthorized
+from istio_cni.edge.kube.stream import Expired, Garbled, ServerTrouble, Silent, Unauthorized
 from istio_cni.edge.kube.watch import NodePods, Patience
 from istio_cni.errors import KubeconfigUnusable
 from istio_cni.plugin.identity import is_same_pod
@@ -278,6 +278,9 @@ def test_a_server_in_trouble_is_tried_again(
     assert watches(server) == ["104"] * 5
 
 
+@pytest.mark.filterwarnings(  # ssl.SSLSocket leaves one open whose peer went before the handshake
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_server_that_was_away_is_found_again(server: FakeWatchServer, start: Start) -> None:
     """Under the same address; the cache answers meanwhile and grows older."""
     cache = start()
@@ -375,7 +378,7 @@ def test_pauses_grow() -> None:
     assert pauses(*trouble, jitter=1.0) == pytest.approx([2 * each for each in first])
 
 
-@pytest.mark.parametrize("end", [None, Expired("x"), Unauthorized("x")])
+@pytest.mark.parametrize("end", [None, Expired("x"), Silent("x"), Unauthorized("x")])
 def test_an_everyday_end_is_excused_once(end: Exception | None) -> None:
     """The second one is trouble."""
     assert pauses(end, end, end) == pytest.approx([0.0, 0.2, 0.4])

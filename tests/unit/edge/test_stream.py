@@ -146,3 +146,10 @@ def test_what_is_no_page_is_refused(page: object) -> None:
     """As a whole: a list without one of its pods would be wrong."""
     with pytest.raises(Garbled):
         stream.page(json.dumps(page).encode())
+
+
+def test_the_bulk_of_a_pod_is_let_go_while_it_is_read() -> None:
+    """A label or an annotation of such a name is not meant."""
+    metadata = {**POD["metadata"], "labels": {"status": "x", "managedFields": "x"}}
+    bulk = {"metadata": {**metadata, "managedFields": [{}]}, "spec": {}, "status": {"phase": "x"}}
+    assert stream.event(line("ADDED", bulk)).pod == {"metadata": metadata, "spec": {}}

@@ -8,8 +8,9 @@ from istio_cni.edge.netns.child import (
     Inside,
     close_all_but,
     collect,
+    enter_sandbox,
     outcome,
-    report,
+    run_and_report,
     run_inside,
 )
 from istio_cni.edge.netns.entry import die_with_parent, leave, visiting
@@ -27,6 +28,7 @@ __all__ = [
     "close_all_but",
     "collect",
     "die_with_parent",
+    "enter_sandbox",
     "hold_apply_lock",
     "identity",
     "is_foreign",
@@ -35,7 +37,7 @@ __all__ = [
     "leave",
     "open_netns",
     "outcome",
-    "report",
+    "run_and_report",
     "run_inside",
     "visiting",
 ]

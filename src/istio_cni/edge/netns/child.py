@@ -41,16 +41,20 @@ class Inside:
 
     `log(level, message)` reaches the caller's log; `shadow_lock(path)` puts a file over the
     node-wide xtables lock for iptables versions that know no other way, and tells whether it could.
+    A `shared` sandbox is left for one of its own first.
     """
 
-    __slots__ = ("log", "sandboxed")
+    __slots__ = ("_shared", "log", "sandboxed")
 
-    def __init__(self, log: Log, *, sandboxed: bool = False) -> None:
+    def __init__(self, log: Log, *, sandboxed: bool = False, shared: bool = False) -> None:
         self.log = log
         self.sandboxed = sandboxed
+        self._shared = shared
 
     def shadow_lock(self, path: str) -> bool:
         """Bind a file over the xtables lock, in the sandbox only."""
+        if self._shared:
+            self.sandboxed, self._shared = entry.enter_sandbox(self.log), False
         return self.sandboxed and entry.shadow_lock(path, self.log)
 
 
@@ -61,29 +65,26 @@ def run_inside(
     deadline: float,
     log: Log,
     sandbox: bool = True,
-    mounts: int | None = None,
-    keep: int | None = None,
 ) -> object:
     """Run `work` in a child process inside a namespace and return its JSON-able result.
 
     `netns` None means the present namespace. The child enters the owning user namespace too, if
     that is not ours: the kernel takes owner matches only from there. It keeps no descriptor of its
-    parent's but the standard ones, `netns` and `keep`. With `mounts`, a descriptor, it sees the
-    files of that mount namespace. Its errors are raised here; at `deadline` (CLOCK_MONOTONIC
-    seconds) it is killed with all it started.
+    parent's but the standard ones and `netns`. Its errors are raised here; at `deadline`
+    (CLOCK_MONOTONIC seconds) it is killed with all it started.
     """
+
+    def inside(log: Log) -> Inside:
+        return Inside(log, sandboxed=sandbox and entry.enter_sandbox(log))
+
     receive, send = os.pipe()
     try:
-        child = entry.fork_apart()
-    except OSError as error:
+        child = _fork(work, inside, netns, send, ())
+    except BaseException:
         os.close(receive)
+        raise
+    finally:
         os.close(send)
-        raise TryAgainLater(
-            f"cannot start a process to program the network namespace: {error.strerror}"
-        ) from error
-    if child == 0:
-        _be_child(work, netns, send, sandbox=sandbox, mounts=mounts, keep=keep)
-    os.close(send)
     try:
         messages = collect(receive, deadline)
     except BaseException:  # an interrupt: the child gets it too, and brings the former state back
@@ -94,6 +95,47 @@ def run_inside(
         os.close(receive)
     _end(child, EXIT_S if _is_answered(messages) else 0)
     return outcome(messages, deadline, log)
+
+
+def run_and_report(
+    work: Callable[[Inside], object], netns: int, send: int, *, deadline: float, keep: int
+) -> None:
+    """Do the same in a process that is in a sandbox already; the child reports to `send` itself.
+
+    So whoever waits there need not wait for its end, which takes the kernel a while. It keeps the
+    descriptor `keep`, too.
+    """
+
+    def inside(log: Log) -> Inside:
+        return Inside(log, sandboxed=True, shared=True)
+
+    _end(_fork(work, inside, netns, send, (keep,)), max(0.0, deadline - time.monotonic()))
+
+
+def enter_sandbox(mounts: int | None, log: Log) -> bool:
+    """Have this process and all that it forks in a sandbox, of `mounts` if that is given."""
+    if mounts is not None:
+        entry.enter_mounts(mounts)
+    return entry.enter_sandbox(log)
+
+
+def _fork(
+    work: Callable[[Inside], object],
+    inside: Callable[[Log], Inside],
+    netns: int | None,
+    send: int,
+    keep: tuple[int, ...],
+) -> int:
+    """Fork a child that works inside a namespace and reports; return its process id."""
+    try:
+        child = entry.fork_apart()
+    except OSError as error:
+        raise TryAgainLater(
+            f"cannot start a process to program the network namespace: {error.strerror}"
+        ) from error
+    if child == 0:
+        _be_child(work, inside, netns, send, keep)
+    return child
 
 
 def outcome(messages: list[dict[str, object]], deadline: float, log: Log) -> object:
@@ -206,12 +248,10 @@ def _revived(message: dict[str, object]) -> IstioCNIError:
 
 def _be_child(
     work: Callable[[Inside], object],
+    inside: Callable[[Log], Inside],
     netns: int | None,
     send: int,
-    *,
-    sandbox: bool,
-    mounts: int | None,
-    keep: int | None,
+    keep: tuple[int, ...],
 ) -> None:
     """Do the child's whole life; never returns."""
 
@@ -219,15 +259,13 @@ def _be_child(
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        close_all_but(send, netns, mounts, keep)
+        close_all_but(send, netns, *keep)
         _die_with_reader_of(send)
-        if mounts is not None:
-            entry.enter_mounts(mounts)
-        sandboxed = sandbox and entry.enter_sandbox(log)
+        process = inside(log)
         if netns is not None:
             entry.enter(netns)
             _die_with_reader_of(send)
-        return work(Inside(log, sandboxed=sandboxed))
+        return work(process)
 
     status = 1
     try:

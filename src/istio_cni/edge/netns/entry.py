@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
-MS_BIND, MS_REC, MS_PRIVATE, MS_SLAVE = 0x1000, 0x4000, 0x40000, 0x80000
+MS_BIND, MS_REC, MS_SLAVE = 0x1000, 0x4000, 0x80000
 PR_SET_PDEATHSIG = 1
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
 CAPABILITY_VERSION = 0x20080522
@@ -68,10 +68,7 @@ def enter_sandbox(log: Log) -> bool:
     """Get a mount namespace in which no name service is configured; a refusal costs one warning."""
     try:
         _call("unshare", CLONE_NEWNS)
-        try:
-            _mount("", "/", MS_REC | MS_PRIVATE)
-        except OSError:  # some nodes' policies allow only this one
-            _mount("", "/", MS_REC | MS_SLAVE)
+        _mount("", "/", MS_REC | MS_SLAVE)  # what the node unmounts goes here, too
         if os.path.exists(NAME_SERVICE):
             _mount("/dev/null", NAME_SERVICE, MS_BIND)
     except OSError as error:
