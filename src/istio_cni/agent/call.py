@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from istio_cni.agent import frame, metrics
 from istio_cni.agent.metrics import Metrics
@@ -24,13 +24,13 @@ from istio_cni.edge.callers import Caller
 from istio_cni.errors import DecodingFailure, IstioCNIError, TryAgainLater
 from istio_cni.plugin.host import DECIDE, Host
 from istio_cni.plugin.log import Log
+from istio_cni.plugin.netconf import Netconf
 from istio_cni.plugin.verbs import Verbs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from istio_cni.cni.document import JSON
     from istio_cni.cni.request import Request
-    from istio_cni.plugin.netconf import Netconf
     from istio_cni.plugin.work import Task
 
     FindPod = Callable[[Request, Netconf, float], dict[str, object]]
@@ -55,6 +55,7 @@ class Node(NamedTuple):
     """What all calls of an agent share; `sink` takes the lines of their logs.
 
     `own_netns` is the agent's own, which may be a pod's; `node_backend` is what `auto` means here.
+    `run_dir` is all that is seen of the node's files, "" if they are all seen.
     """
 
     host_netns: Namespace
@@ -64,6 +65,7 @@ class Node(NamedTuple):
     sink: Callable[[str, str], object]
     metrics: Metrics
     node_backend: str = ""
+    run_dir: str = ""
 
 
 class Serving(Host):
@@ -92,6 +94,11 @@ class Serving(Host):
         now = time.monotonic()
         return min(now + seconds, now + share * (self._deadline - now))
 
+    def decline(self, why: str) -> NoReturn:
+        """End the call, which has touched nothing; its launcher runs the plugin instead."""
+        self.declined = why
+        raise TryAgainLater(why)
+
     def enter(self, phase: str) -> None:
         """Note when a phase begins."""
         self.phases.append((phase, time.monotonic()))
@@ -117,8 +124,7 @@ class Serving(Host):
         try:
             return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
         except WorkshopClosed as error:
-            self.declined = error.msg
-            raise
+            self.decline(error.msg)
 
     @property
     def may_commit(self) -> Callable[[], None]:
@@ -189,9 +195,20 @@ class _Call:
             self._node.metrics.add_took(took)
 
     def _carry_out(self, request: Request) -> JSON | None:
+        if self._node.run_dir:
+            self._decline_other_files(Netconf(request.config))
         return Verbs(self._host).table()[request.command](request)
 
+    def _decline_other_files(self, netconf: Netconf) -> None:
+        """Leave a call to the plugin's process that needs files which only that one sees."""
+        if netconf.manifests:
+            self._host.decline("pods come from files of the node, which this agent does not see")
+        if os.path.normpath(netconf.cni_agent_run_dir) != os.path.normpath(self._node.run_dir):
+            self._host.decline(f"its run dir is not {self._node.run_dir}")
+
     def _report(self, verb: str, container_id: str, error: IstioCNIError) -> None:
+        if self._host.declined:
+            return  # somebody else's business
         self._code = error.code
         self._log.bind(verb=verb, container_id=container_id)
         self._log.failure(error)

@@ -61,6 +61,7 @@ def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop
                 output.sink,
                 metrics,
                 node_backend,
+                settings.cni_agent_run_dir if view.mounts is not None else "",
             )
             _serve_launcher(settings, shared, undo)
         delay_s = 0.0

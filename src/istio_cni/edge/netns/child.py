@@ -218,6 +218,21 @@ def _end(child: int, grace_s: float) -> None:
 
 
 def _reaped(child: int, wait_s: float) -> bool:
+    """Wait so long for a child's end; tell whether it has ended."""
+    try:
+        file = os.pidfd_open(child)
+    except OSError:  # a kernel before 5.3, no descriptors left, or reaped already
+        return _reaped_by_looking(child, wait_s)
+    try:
+        poll = select.poll()
+        poll.register(file, select.POLLIN)
+        poll.poll(max(0.0, wait_s) * 1000)
+    finally:
+        os.close(file)
+    return _reaped_by_looking(child, 0)
+
+
+def _reaped_by_looking(child: int, wait_s: float) -> bool:
     limit, pause = time.monotonic() + wait_s, 0.0005
     try:
         while os.waitpid(child, os.WNOHANG)[0] != child:
