@@ -112,7 +112,7 @@ class Attachments:
         path = self._path(_name(attachment.container_id, attachment.ifname))
         try:
             files.make_directory(self.directory)
-            content = json.dumps(document, indent=1).encode()
+            content = json.dumps(document).encode()
             files.write_whole(path, content, flush=False)  # a crash takes the namespace with it
         except IOFailure as error:
             self._tell(error)

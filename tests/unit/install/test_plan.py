@@ -1,3 +1,10 @@
+"""The wanted, as values."""
+
+from __future__ import annotations
+
+import json
+
+from istio_cni.install import plan
 
 
 def test_a_server_that_was_found_by_its_name_is_verified_by_it() -> None:
