@@ -14,9 +14,10 @@ from e2e.cluster import Cluster, ClusterFailed
 from e2e.cluster.node import PREFIX
 from e2e.install import INSTALLER, Mesh
 from e2e.mesh import PROXY, mesh_pod, validation_container
-from e2e.nodes import IPTABLES, KINDS, kinds_of
+from e2e.nodes import BARE, IPTABLES, KINDS, MODERN, kinds_of
 
 HERE = Path(__file__).parent
+DIFFERENT = {BARE: {"iptables": False}, MODERN: {"modern": True}}
 FIRST = "test_cluster.py"  # the ground the stories stand on, and without a mesh so far
 
 
@@ -64,7 +65,7 @@ def cluster(request: pytest.FixtureRequest, before: leaks.Seen) -> Iterator[Clus
     try:
         with ExitStack() as stack:
             with capture.global_and_fixture_disabled():  # building takes minutes, and says so
-                running = stack.enter_context(Cluster.started(iptables=kind == IPTABLES))
+                running = stack.enter_context(Cluster.started(**DIFFERENT.get(kind, {})))
             request.config.stash.setdefault(TOOK, {})[kind] = running.took_s
             yield running
     except ClusterFailed as error:

@@ -14,6 +14,8 @@ INSTALLER = f"istio-cni/install-cni:{VERSION}"
 NAMESPACE = "istio-system"
 LABEL = "k8s-app=istio-cni-node"
 DAEMONSET = "daemonset/istio-cni-node"
+RUN_DIR = "/run/istio-cni"
+KUBECONFIG = f"{RUN_DIR}/istio-cni-kubeconfig"
 
 
 class Mesh:
@@ -42,6 +44,12 @@ class Mesh:
         self.kubectl("patch", "configmap", "istio-cni-config", "-p", json.dumps({"data": data}))
         self.restart()
 
+    def patch(self, **pod: object) -> None:
+        """Change fields of the DaemonSet's pods; None takes one out."""
+        spec = {"spec": {"template": {"spec": pod}}}
+        self.kubectl("patch", DAEMONSET, "-p", json.dumps(spec))
+        self.wait_ready()
+
     def restart(self) -> None:
         """Roll the DaemonSet out anew."""
         self.kubectl("rollout", "restart", DAEMONSET)
@@ -63,20 +71,29 @@ class Mesh:
 
     def said(self, pod: str) -> list[str]:
         """Return what the plugin's log on the node says of a pod of this name."""
-        return [str(line["msg"]) for line in self._lines(pod)]
+        return [str(line["msg"]) for line in self.lines(pod)]
 
     def failures(self, pod: str) -> list[dict[str, object]]:
         """Return the lines of failed calls for a pod of this name."""
-        return [line for line in self._lines(pod) if "code" in line]
+        return [line for line in self.lines(pod) if "code" in line]
 
     def programmed(self, pod: str) -> list[dict[str, object]]:
         """Return the lines that say what was programmed for a pod of this name."""
-        return [line for line in self._lines(pod) if str(line["msg"]).startswith("captured: ")]
+        return [line for line in self.lines(pod) if str(line["msg"]).startswith("captured: ")]
 
-    def _lines(self, pod: str) -> list[dict[str, object]]:
-        text = self._cluster.node.path(f"/run/istio-cni/{LOG_FILE}").read_text()
-        lines = [json.loads(line) for line in text.splitlines()]
-        return [line for line in lines if line.get("pod", "").endswith(f"/{pod}")]
+    def warnings(self, verb: str) -> list[dict[str, object]]:
+        """Return the lines with which calls of a verb complain without failing."""
+        lines = self._log_lines()
+        return [line for line in lines if (line["level"], line.get("verb")) == ("warn", verb)]
+
+    def lines(self, pod: str) -> list[dict[str, object]]:
+        """Return what the plugin's log on the node has of a pod of this name, line by line."""
+        return [line for line in self._log_lines()
+                if str(line.get("pod", "")).endswith(f"/{pod}")]  # fmt: skip
+
+    def _log_lines(self) -> list[dict[str, object]]:
+        text = self._cluster.node.path(f"{RUN_DIR}/{LOG_FILE}").read_text()
+        return [json.loads(line) for line in text.splitlines()]
 
     def chain(self) -> list[str]:
         """Return the types of the plugins that the runtime calls for a pod, in order."""

@@ -19,9 +19,10 @@ from e2e.cluster import build, configs
 
 Seen = dict[str, set[str]]
 DIRECTORIES = (
-    "/etc/cni", "/etc/kubernetes", "/opt/cni", "/root/.kube", "/run/cni-ipam", "/run/containerd",
-    "/run/istio-cni", "/run/netns", "/usr/libexec/kubernetes", "/var/lib/cni",
-    "/var/lib/containerd", "/var/lib/kubelet", "/var/log/containers", "/var/log/pods",
+    "/etc/cdi", "/etc/cni", "/etc/kubernetes", "/opt/cni", "/opt/containerd", "/root/.kube",
+    "/run/cdi", "/run/cni-ipam", "/run/containerd", "/run/istio-cni", "/run/netns", "/run/nri",
+    "/usr/libexec/kubernetes", "/var/lib/cni", "/var/lib/containerd", "/var/lib/kubelet",
+    "/var/log/containers", "/var/log/pods",
 )  # fmt: skip
 RULES = (("nft", "-s", "list", "ruleset"), ("iptables-legacy-save",), ("ip6tables-legacy-save",))
 OTHER_TESTS = "/run/netns/istio-"

@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from e2e import leaks
-from e2e.cluster import Cluster, ClusterFailed, janitor, needs
+from e2e.cluster import Cluster, ClusterFailed, build, janitor, needs
 from e2e.cluster.addresses import API_SERVICE, NODE_ADDRESSES, NODE_NAME
 from e2e.cluster.configs import PACKET_FILTERS, STATIC_PODS
 from e2e.cluster.needs import PATH
 from e2e.cluster.node import PREFIX, Node
 from e2e.mesh import APP_PORT, JSON, client_container, plain_pod, pod
-from e2e.nodes import on_bare_nodes, on_every_node
+from e2e.nodes import on_bare_nodes, on_every_node, on_modern_nodes
 from e2e.traffic import V4, V6, get, reaches
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ def pods(cluster: Cluster) -> Iterator[tuple[str, str]]:
 @pytest.fixture
 def new_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Node]]:
     """Make namespaces of a node, without components; those still there are closed afterwards."""
-    place = needs.check([Path("/tmp"), tmp_path_factory.getbasetemp()], "1")
+    place = needs.check([Path("/tmp"), tmp_path_factory.getbasetemp()], {})
     nodes: list[Node] = []
 
     def make() -> Node:
@@ -169,6 +169,14 @@ def test_a_bare_node_has_no_program_for_packet_filters(cluster: Cluster) -> None
     assert cluster.node.succeed("sh", "-c", find) == ""
 
 
+@on_modern_nodes
+def test_a_modern_node_has_the_runtime_that_was_built(cluster: Cluster) -> None:
+    """And not the machine's, which comes after it in the path."""
+    path = "-ojsonpath={.status.nodeInfo.containerRuntimeVersion}"
+    version = cluster.kubectl("get", "node", NODE_NAME, path)
+    assert version.startswith(f"containerd://{build.containerd().version.removeprefix('v')}")
+
+
 # -- what fails and comes back ---------------------------------------------------------------------
 
 
@@ -276,7 +284,7 @@ def test_all_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(needs, "PROGRAMS", ("no-such-program",))
     monkeypatch.setattr(needs, "PLUGINS", Path("/no-such-place"))
     with pytest.raises(ClusterFailed) as raised:
-        needs.check([Path("/run/here"), Path("/var/there")], "99.1")
+        needs.check([Path("/run/here"), Path("/var/there")], {build.kubernetes().module: "99.1"})
     for word in ("root", "no-such-program", "/no-such-place", "Go 99.1", "here is go1", "TMPDIR",
                  "/var, which the node covers"):  # fmt: skip
         assert word in str(raised.value)

@@ -7,18 +7,19 @@ import re
 from e2e.cluster import Cluster
 from e2e.install import Mesh
 from e2e.mesh import APP_PORT, host_port, mesh_pod, plain_pod
-from e2e.nodes import on_every_node
+from e2e.nodes import on_every_node, on_iptables_nodes
 from e2e.traffic import V4, captures, get
 
 AT_ONCE = 30
-AT_ONCE_BARE = 10  # thirty are for runtime and kubelet, which are the same there
+AT_ONCE_ELSEWHERE = 10  # thirty are for the kubelet, which is the same on every node
 JUMP = re.compile("^-A OUTPUT -j ISTIO_OUTPUT$| jump istio-output$", re.MULTILINE)
 
 
 @on_every_node
 def test_many_pods_at_once(cluster: Cluster, mesh: Mesh) -> None:
     """All start, all are captured, and each has its rules once."""
-    count = AT_ONCE if cluster.has_iptables else AT_ONCE_BARE
+    usual = cluster.has_iptables and not cluster.is_modern
+    count = AT_ONCE if usual else AT_ONCE_ELSEWHERE
     names = [f"many-{number}" for number in range(count)]
     cluster.apply(*(mesh_pod(name) for name in names))
     cluster.wait_ready(*names, timeout_s=120)
@@ -32,6 +33,7 @@ def test_many_pods_at_once(cluster: Cluster, mesh: Mesh) -> None:
     assert records <= len(list(netns.iterdir()))
 
 
+@on_iptables_nodes
 def test_pods_outlive_a_killed_runtime(cluster: Cluster, mesh: Mesh) -> None:
     """They stay captured while containerd is away, and the next pod is captured, too."""
     cluster.apply(mesh_pod("before"), plain_pod("peer"))
@@ -48,6 +50,7 @@ def test_pods_outlive_a_killed_runtime(cluster: Cluster, mesh: Mesh) -> None:
     cluster.delete("pod", "before", "after", "peer", wait=True)
 
 
+@on_iptables_nodes
 def test_without_the_daemonset_pods_start_uncaptured(cluster: Cluster, mesh: Mesh) -> None:
     """Running pods stay captured; the next one is not, and says nothing; with it back, all is."""
     cluster.apply(mesh_pod("running"))

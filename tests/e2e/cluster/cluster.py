@@ -38,10 +38,13 @@ class Cluster:
     node_addresses = NODE_ADDRESSES
     api_url = API_URL
 
-    def __init__(self, node: Node, programs: Path, *, iptables: bool = True) -> None:
+    def __init__(
+        self, node: Node, programs: Path, *, iptables: bool = True, modern: bool = False
+    ) -> None:
         self.node = node
         self.programs = programs
         self.has_iptables = iptables
+        self.is_modern = modern
         self.network = [str(plugin["type"]) for plugin in configs.network(iptables=iptables)]
         self.took_s: dict[str, float] = {}
         state = node.state
@@ -57,22 +60,25 @@ class Cluster:
 
     @classmethod
     @contextmanager
-    def started(cls, *, iptables: bool = True) -> Iterator[Self]:
+    def started(cls, *, iptables: bool = True, modern: bool = False) -> Iterator[Self]:
         """Make a cluster and end it; raises ClusterFailed that names all that is missing here.
 
         Without `iptables` its node has no program for packet filters, and only kube-proxy sees one.
+        A `modern` one has containerd 2 and CNI 1.1, which are built, in place of the machine's.
         Only one at a time runs on a machine: its kernel's connection tracking is shared.
         """
         cache = build.cache_dir()
-        parent = needs.check([Path(tempfile.gettempdir()), cache], build.go_version())
+        sources = [build.kubernetes(), *([build.containerd()] if modern else [])]
+        go_versions = {each.module: each.go_version for each in sources}
+        parent = needs.check([Path(tempfile.gettempdir()), cache], go_versions)
         cache.mkdir(parents=True, exist_ok=True)
-        programs = build.binaries(cache)
+        programs, *runtime = (build.binaries(each, cache) for each in sources)
         with locked(cache / "run.lock"):
             started = time.monotonic()
             parent.mkdir(parents=True, exist_ok=True)
-            node = Node(parent, iptables=iptables)
+            node = Node(parent, *runtime, iptables=iptables)
             try:
-                cluster = cls(node, programs, iptables=iptables)
+                cluster = cls(node, programs, iptables=iptables, modern=modern)
                 cluster.took_s["namespaces"] = time.monotonic() - started
                 cluster._start()
                 yield cluster
@@ -99,10 +105,11 @@ class Cluster:
 
     def _write_configs(self) -> None:
         etc = self.node.state / "etc"
-        (etc / "containerd.toml").write_text(configs.containerd())
+        (etc / "containerd.toml").write_text(configs.containerd(modern=self.is_modern))
         (etc / "kubelet.yaml").write_text(configs.kubelet(self.node.state, self.node.cgroup))
         (etc / "proxy.yaml").write_text(configs.kube_proxy(self.node.state))
-        (etc / "conflist").write_text(configs.conflist(iptables=self.has_iptables))
+        conflist = configs.conflist(iptables=self.has_iptables, modern=self.is_modern)
+        (etc / "conflist").write_text(conflist)
 
     @contextmanager
     def _timed(self, step: str) -> Iterator[None]:

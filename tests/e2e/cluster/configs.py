@@ -37,8 +37,17 @@ SYSCTLS = {  # what the kubelet would set, for the whole machine
 }
 
 
-def containerd() -> str:
-    """Return containerd's configuration."""
+def containerd(*, modern: bool) -> str:
+    """Return containerd's configuration, in the version of its own configuration's format."""
+    if modern:
+        return (
+            "version = 3\n"
+            "[plugins.'io.containerd.cri.v1.images'.pinned_images]\n"
+            f'  sandbox = "docker.io/{PAUSE_IMAGE}"\n'
+            "[plugins.'io.containerd.cri.v1.runtime']\n"
+            "  restrict_oom_score_adj = true\n"
+            "  disable_apparmor = true\n"
+        )
     return (
         "version = 2\n"
         '[plugins."io.containerd.grpc.v1.cri"]\n'
@@ -102,10 +111,14 @@ def kube_proxy(state: Path) -> str:
     )
 
 
-def conflist(*, iptables: bool) -> str:
-    """Return the configuration of the network that pods get without us."""
+def conflist(*, iptables: bool, modern: bool) -> str:
+    """Return the configuration of the network that pods get without us.
+
+    From CNI 1.1 on the runtime asks for STATUS, with which a plugin can make the node NotReady.
+    """
+    version = "1.1.0" if modern else "1.0.0"
     plugins = network(iptables=iptables)
-    return json.dumps({"cniVersion": "1.0.0", "name": "e2e", "plugins": plugins})
+    return json.dumps({"cniVersion": version, "name": "e2e", "plugins": plugins})
 
 
 def network(*, iptables: bool) -> list[dict[str, object]]:
@@ -131,10 +144,11 @@ def network(*, iptables: bool) -> list[dict[str, object]]:
     return [bridge, portmap] if iptables else [bridge]
 
 
-def first_process(state: Path, *, iptables: bool) -> str:
+def first_process(state: Path, plugins: Path, *, iptables: bool) -> str:
     """Return the shell script that furnishes the namespaces, then reaps orphans as their pid 1.
 
-    Without `iptables` no program of a packet filter is on the node, nft included.
+    `plugins` is where the standard CNI plugins are. Without `iptables` no program of a packet
+    filter is on the node, nft included.
     """
     ready, overlays = state / "init.ready", state / "ov"
     covered = COVERED if iptables else (*COVERED, USR)
@@ -179,6 +193,8 @@ mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/netns /run/lock /etc/cni/net.d /opt/cni/bin /var/lib/containerd /var/lib/kubelet
 mkdir -p /var/log/pods {STATIC_PODS}
 rm -rf /etc/cni/net.d/* /opt/cni/bin/*
+mkdir /run/proc  # whole, without which the kernel lets no other user namespace have one
+mount -t proc proc /run/proc
 {sysctls}mount --bind {state}/containerd /var/lib/containerd
 mount --bind {state}/kubelet /var/lib/kubelet
 mount --make-rshared /
@@ -188,7 +204,7 @@ ip link set lo up
 ip link add eth0 type veth peer name uplink
 ip link set uplink up
 ip link set eth0 up
-{near}cp -a /usr/lib/cni/. /opt/cni/bin/
+{near}cp -a {plugins}/. /opt/cni/bin/
 touch {ready}
 while :; do sleep 86400 & wait; done
 """

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .configs import COVERED, USR
@@ -15,7 +15,6 @@ PROGRAMS = (
     "etcd", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "openssl", "ip", "nft",
     "iptables", "iptables-nft", "iptables-legacy", "unshare", "nsenter", "setpriv", "mount",
 )  # fmt: skip
-MODULE = Path(__file__).resolve().parent.parent / "kubernetes"
 PLUGINS = Path("/usr/lib/cni")
 BUSYBOX = Path("/bin/busybox")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -26,10 +25,11 @@ class ClusterFailed(Exception):
     """The node could not be made or did something unexpected; the message is for a person."""
 
 
-def check(places: Sequence[Path], go_version: str) -> Path:
+def check(places: Sequence[Path], go_versions: Mapping[Path, str]) -> Path:
     """Return the first place fit for the node's state.
 
-    Raises ClusterFailed that names everything this machine lacks, at once.
+    `go_versions` are wanted beside each go.mod. Raises ClusterFailed that names everything this
+    machine lacks, at once.
     """
     lacking = []
     if os.geteuid() != 0:
@@ -39,7 +39,8 @@ def check(places: Sequence[Path], go_version: str) -> Path:
         lacking.append(f"the standard CNI plugins in {PLUGINS}")
     if not _is_static(BUSYBOX):
         lacking.append(f"a static {BUSYBOX}")
-    lacking += _lacking_go(go_version)
+    for module, wanted in go_versions.items():
+        lacking += _lacking_go(module, wanted)
     against = {place: _against(place.resolve()) for place in places}
     fit = [place for place in places if not against[place]]
     if not fit:
@@ -67,13 +68,13 @@ def _is_static(program: Path) -> bool:
     return said.returncode != 0
 
 
-def _lacking_go(wanted: str) -> list[str]:
+def _lacking_go(module: Path, wanted: str) -> list[str]:
     go = shutil.which("go")
     if go is None:
-        return [f"Go {wanted} or newer, which builds Kubernetes"]
+        return [f"Go {wanted} or newer, which builds {module.name}"]
     # beside go.mod, where Go may switch to a newer one of itself, as GOTOOLCHAIN says
     command = [go, "env", "GOVERSION"]
-    said = subprocess.run(command, capture_output=True, text=True, cwd=MODULE, timeout=300)
+    said = subprocess.run(command, capture_output=True, text=True, cwd=module, timeout=300)
     here = said.stdout.strip() or said.stderr.strip()
     if said.returncode != 0 or _version(here) < _version(wanted):
         return [f"Go {wanted} or newer; here is {here}"]
@@ -81,4 +82,4 @@ def _lacking_go(wanted: str) -> list[str]:
 
 
 def _version(text: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", text)[:2]]
+    return [int(part) for part in re.findall(r"\d+", text)[:3]]

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from . import configs, janitor
-from .needs import PATH, ClusterFailed
+from . import build, configs, janitor
+from .needs import PATH, PLUGINS, ClusterFailed
 
 PREFIX = f"istio-cni-e2e-{os.getpid()}-"  # what is left of a run can be told from another's
 START_TIMEOUT_S = 20.0
@@ -26,13 +26,15 @@ class Node:
     """Namespaces that end with this object, or with this process, and leave nothing.
 
     `state` is the node's directory on disk, seen inside and outside under the same path. Without
-    `iptables` there is no program for packet filters on the node, nft included.
+    `iptables` there is no program for packet filters on the node, nft included. The programs and
+    the CNI plugins of `runtime`, a directory, take the place of the machine's.
     """
 
-    def __init__(self, parent: Path, *, iptables: bool = True) -> None:
+    def __init__(self, parent: Path, runtime: Path | None = None, *, iptables: bool = True) -> None:
         self.state = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
         self.cgroup = self.state.name
         self._unshare: subprocess.Popen[bytes] | None = None
+        self._path = f"{runtime}:{PATH}" if runtime else PATH
         self._components: dict[str, subprocess.Popen[bytes]] = {}
         self._janitor = subprocess.Popen(
             [sys.executable, janitor.__file__, self.cgroup, str(self.state)],
@@ -43,7 +45,8 @@ class Node:
             for name in ("etc", "log", "etcd"):
                 (self.state / name).mkdir()
             self._make_cgroups()
-            self._start_namespaces(iptables=iptables)
+            plugins = runtime / build.PLUGINS_DIR if runtime else PLUGINS
+            self._start_namespaces(plugins, iptables=iptables)
         except BaseException:
             self.close()
             raise
@@ -57,9 +60,9 @@ class Node:
                 if (directory / name).exists():
                     (directory / name).write_text((hierarchy / name).read_text())
 
-    def _start_namespaces(self, *, iptables: bool) -> None:
+    def _start_namespaces(self, plugins: Path, *, iptables: bool) -> None:
         script = self.state / "etc" / "init.sh"
-        script.write_text(configs.first_process(self.state, iptables=iptables))
+        script.write_text(configs.first_process(self.state, plugins, iptables=iptables))
         unshare = ("unshare", "-m", "-n", "-p", "-u", "-i", "--fork", "--kill-child",
                    "--mount-proc")  # fmt: skip
         with self.log("init").open("w") as log:
@@ -136,7 +139,7 @@ class Node:
             )
 
     def _environment(self) -> dict[str, str]:
-        return {"PATH": PATH, "HOME": "/root", "KUBECACHEDIR": str(self.state / "kubecache")}
+        return {"PATH": self._path, "HOME": "/root", "KUBECACHEDIR": str(self.state / "kubecache")}
 
     def stop(self, name: str, number: int = signal.SIGTERM) -> None:
         """End a component by a signal; `nsenter` passes none on, so its child gets it.
@@ -182,8 +185,9 @@ class Node:
 
     def close(self) -> None:
         """End everything and wait until nothing is left."""
-        if keep := os.environ.get("KEEP_LOGS"):
-            shutil.copytree(self.state / "log", keep, dirs_exist_ok=True)
+        logs, keep = self.state / "log", os.environ.get("KEEP_LOGS")
+        if keep and logs.exists():  # not, when closed a second time
+            shutil.copytree(logs, keep, dirs_exist_ok=True)
         assert self._janitor.stdin is not None
         if self._unshare is not None:
             self._unshare.kill()  # and with it, by its own wish, all it started
