@@ -91,6 +91,10 @@ class Mesh:
         return [line for line in self._log_lines()
                 if str(line.get("pod", "")).endswith(f"/{pod}")]  # fmt: skip
 
+    def of_call(self, request_id: object) -> list[dict[str, object]]:
+        """Return what the plugin's log on the node has of one call."""
+        return [line for line in self._log_lines() if line.get("request_id") == request_id]
+
     def _log_lines(self) -> list[dict[str, object]]:
         text = self._cluster.node.path(f"{RUN_DIR}/{LOG_FILE}").read_text()
         return [json.loads(line) for line in text.splitlines()]
