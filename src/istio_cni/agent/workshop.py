@@ -2,19 +2,23 @@
 
 The agent has threads and a good part of a hundred megabytes: forking it takes longer than a call of
 iptables-restore, and what comes out holds locks of threads that are not there. The workshop is
-forked from it before either, has one thread, and forks one process for each task; that one works as
-the plugin does in process (netns/child.py), and sees the node's files, iptables among them, if the
-agent itself is in a container.
+forked from it before either, and has one thread. It keeps a few processes that wait for a task; one
+that has got one does as the plugin does in process (netns/child.py), answers and ends, and the
+workshop forks the next. So a call waits for no fork, and what was worked out for one pod's
+configuration is there for the next pod.
 
-It ends with the agent, and everything under way with it. It lives in a sandbox of the node's files,
-made once: a copy of all mounts for each task would cost more than the task.
+All of them end with the agent. They live in a sandbox of the node's files, iptables among them,
+which is made once: a copy of all mounts for each task would cost more than the task.
 """
 
 from __future__ import annotations
 
 import array
+import gc
 import json
+import math
 import os
+import select
 import signal
 import socket
 import sys
@@ -22,10 +26,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
-from istio_cni.errors import TryAgainLater
+from istio_cni.errors import IstioCNIError, TryAgainLater
 from istio_cni.plugin import work
 from istio_cni.plugin.work import Task
 
@@ -37,6 +42,9 @@ Log = Callable[[str, str], None]
 FIND_S = 15.0  # for the trial of each variant, kernel modules included
 GRACE_S = 0.5  # after a task's deadline, for the tale of its end
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+IDLE = 3  # processes that wait for a task
+_FORK_PAUSE_S = 0.2
+_LINE_MAX_BYTES = 1 << 12  # of a task, for the workshop; a longer one it need not know whole
 _TASK, _MOUNTS = b"t", b"m"
 _TASK_DESCRIPTORS = 3  # where the answer goes, the namespace, the caller
 
@@ -119,28 +127,26 @@ class Workshop:
 
 
 def _serve(tasks: socket.socket) -> None:
-    """Fork a process for each task until the agent closes its end."""
+    """Keep processes for tasks until the agent closes its end."""
     namespaces.die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends when it has finished
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _load()
-    while True:
-        what, descriptors = _receive(tasks)
-        if not what:
-            return
-        if what == _MOUNTS:
-            namespaces.enter_sandbox(next(iter(descriptors), None), _complain)
-        elif os.fork() == 0:
-            try:
-                tasks.close()
-                _do(*descriptors)
-            finally:
-                os._exit(0)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        _reap()
+    what, descriptors = _receive(tasks)
+    if what == _MOUNTS:
+        namespaces.enter_sandbox(next(iter(descriptors), None), _complain)
+        gc.freeze()  # a search for cycles would copy what processes share
+        _Pool(tasks).keep()
+
+
+def _load() -> None:
+    """Load what tasks need: the files of the programs may be out of sight in a task."""
+    from istio_cni.capture import iptables, native  # noqa: F401
+    from istio_cni.rules import nfdump  # noqa: F401
+
+    netfilter.load()
 
 
 def _receive(tasks: socket.socket) -> tuple[bytes, array.array[int]]:
@@ -156,25 +162,97 @@ def _complain(_: str, message: str) -> None:
     sys.stderr.write(f"install-cni: {message}\n")
 
 
-def _load() -> None:
-    """Load what tasks need: the files of the programs may be out of sight in a task."""
-    from istio_cni.capture import iptables, native  # noqa: F401
-    from istio_cni.rules import nfdump  # noqa: F401
+class _Child(NamedTuple):
+    """A process for tasks; `deadline` is infinite while it waits for one."""
 
-    netfilter.load()
-
-
-def _reap() -> None:
-    """Take note of those that have ended."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+    process: int
+    deadline: float = math.inf
 
 
-def _do(answer: int, netns: int, caller: int) -> None:
-    """Have a child of this process do one task and report, and see that it ends."""
-    namespaces.die_with_parent()
-    task = Task.of_json(json.loads(_read_line(answer)))
+class _Pool:
+    """Processes that wait for a task, and those that have one, by the pipe on which they tell."""
+
+    def __init__(self, tasks: socket.socket) -> None:
+        self._tasks = tasks
+        self._children: dict[int, _Child] = {}
+        self._poll = select.poll()
+        self._poll.register(tasks, 0)  # only its end is told
+
+    def keep(self) -> None:
+        """Replace those that have taken a task, end those that take too long."""
+        while True:
+            idle = sum(child.deadline == math.inf for child in self._children.values())
+            pause_s = 0.0
+            try:
+                for _ in range(IDLE - idle):
+                    self._fork()
+            except OSError as error:
+                _complain("", f"no process for iptables: {error.strerror}")
+                pause_s = _FORK_PAUSE_S
+            if self._hear(pause_s):
+                return
+            self._end_overdue()
+
+    def _fork(self) -> None:
+        tell_end, tell = os.pipe()
+        try:
+            process = namespaces.fork(
+                lambda: _wait_for_task(self._tasks, tell), self._tasks.fileno(), tell
+            )
+        except OSError:
+            os.close(tell_end)
+            raise
+        finally:
+            os.close(tell)
+        self._children[tell_end] = _Child(process)
+        self._poll.register(tell_end, select.POLLIN)
+
+    def _hear(self, pause_s: float) -> bool:
+        """Wait until something happens; tell whether it is the agent's end."""
+        first = min(child.deadline for child in self._children.values()) if self._children else 0.0
+        left_s = pause_s or max(0.0, first - time.monotonic())
+        for descriptor, _ in self._poll.poll(None if left_s == math.inf else left_s * 1000):
+            if descriptor == self._tasks.fileno():
+                return True
+            line = os.read(descriptor, 1 << 16)
+            if line:
+                self._taken(descriptor, line)
+            else:
+                self._forget(descriptor)
+        return False
+
+    def _taken(self, descriptor: int, line: bytes) -> None:
+        """Note until when a process may work, and prepare the next ones for the like."""
+        self._poll.modify(descriptor, 0)  # only its end is told from now on
+        task = Task.of_json(json.loads(line))
+        self._children[descriptor] = self._children[descriptor]._replace(deadline=task.deadline)
+        with suppress(IstioCNIError):  # the one that has the task says so
+            work.prepare(task)
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for descriptor, child in list(self._children.items()):
+            if child.deadline <= now:
+                namespaces.end(child.process)
+                self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        namespaces.end(self._children.pop(descriptor).process)
+
+
+def _wait_for_task(tasks: socket.socket, tell: int) -> None:
+    """Take one task, do it, and report; the pipe tells the workshop that it is taken."""
+    what, descriptors = _receive(tasks)
+    if what != _TASK:
+        return
+    answer, netns, caller = descriptors
+    line = _read_line(answer)
+    task = Task.of_json(json.loads(line))
+    if len(line) > _LINE_MAX_BYTES:  # more than a pipe takes at once
+        line = json.dumps(task._replace(config=None).to_json()).encode()
+    os.write(tell, line)
 
     def may_commit() -> None:
         if time.monotonic() >= task.deadline or callers.has_left(caller):
@@ -183,7 +261,7 @@ def _do(answer: int, netns: int, caller: int) -> None:
     def inside(inside: Inside) -> object:
         return work.run(task, inside, may_commit, prove=False)
 
-    namespaces.run_and_report(inside, netns, answer, deadline=task.deadline, keep=caller)
+    namespaces.run_and_report(inside, netns, answer)
 
 
 def _read_line(descriptor: int) -> bytes:

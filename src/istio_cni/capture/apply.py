@@ -37,6 +37,7 @@ __all__ = [
     "clean_up",
     "holders",
     "may_start_programs",
+    "prepare",
     "program",
     "refuse_impossible",
     "working_variant",
@@ -116,6 +117,14 @@ def holders(net: Netfilter) -> tuple[str, dict[str, str]]:
     from istio_cni.capture import iptables  # a CHECK without a record
 
     return IPTABLES, iptables.holders(net)
+
+
+def prepare(config: CaptureConfig, choice: Choice) -> None:
+    """Work out rules that are to be programmed soon; what is wrong with them shows then."""
+    if choice.name == IPTABLES:
+        from istio_cni.capture import iptables  # the iptables back end only
+
+        iptables.prepare(config)
 
 
 def working_variant(net: Netfilter) -> str:

@@ -16,6 +16,7 @@ from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules.config import CaptureConfig
 
 AUTO, IPTABLES, NFTABLES = "auto", "iptables", "nftables"
+DISTINCT = 128  # configurations whose rules are kept; compiled, each takes some 50 kB
 _IPTABLES = frozenset(netlink.IPTABLES_TABLES)
 
 

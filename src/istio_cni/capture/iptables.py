@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from istio_cni import constants
 from istio_cni.capture import routing
-from istio_cni.capture.backend import IPTABLES, Choice, Report, ours_native
+from istio_cni.capture.backend import DISTINCT, IPTABLES, Choice, Report, ours_native
 from istio_cni.capture.session import REFUSE, REWRITE, Log, other_rules
 from istio_cni.capture.tools import BASE, Held, kept, survey
 from istio_cni.capture.transaction import running
@@ -41,6 +43,7 @@ def program(
         return Report(variants, run.changed, IPTABLES, choice.reason)
 
 
+@lru_cache(maxsize=DISTINCT)
 def prepare(config: CaptureConfig) -> Ruleset:
     """Return the rule set of a configuration that iptables can take, or refuse it."""
     ruleset = generate(config)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from istio_cni.capture import routing
-from istio_cni.capture.backend import NFTABLES, Report, guard_stands, may_hold_iptables
+from istio_cni.capture.backend import DISTINCT, NFTABLES, Report, guard_stands, may_hold_iptables
 from istio_cni.capture.detect import resolve_owners
 from istio_cni.capture.session import REFUSE, REWRITE, Log, changing, rules_difference
 from istio_cni.constants import NFT_FAMILY, NFT_GUARD
@@ -16,8 +16,6 @@ from istio_cni.rules import nfnetlink
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.nftables import NftTable, complete
 from istio_cni.rules.sidecar import generate
-
-DISTINCT = 128  # configurations; a compiled one takes some 50 kB
 
 
 class Wanted(NamedTuple):

@@ -61,6 +61,13 @@ class Task(NamedTuple):
         return task._replace(choice=apply.Choice(*task.choice))
 
 
+def prepare(task: Task) -> None:
+    """Work out the rules of a task's configuration, for processes that are forked afterwards."""
+    if task.config is not None:
+        for ipv6 in (False, True):
+            apply.prepare(task.config._replace(ipv6=ipv6), task.choice)
+
+
 def run(
     task: Task,
     inside: Inside,

@@ -6,9 +6,10 @@ own, `entry` is how that process gets inside, and what it sees there.
 
 from istio_cni.edge.netns.child import (
     Inside,
-    close_all_but,
     collect,
+    end,
     enter_sandbox,
+    fork,
     outcome,
     run_and_report,
     run_inside,
@@ -25,10 +26,11 @@ from istio_cni.edge.netns.namespace import (
 
 __all__ = [
     "Inside",
-    "close_all_but",
     "collect",
     "die_with_parent",
+    "end",
     "enter_sandbox",
+    "fork",
     "hold_apply_lock",
     "identity",
     "is_foreign",

@@ -79,12 +79,16 @@ def run_inside(
 
     receive, send = os.pipe()
     try:
-        child = _fork(work, inside, netns, send, ())
-    except BaseException:
+        child = entry.fork_apart()
+    except OSError as error:
         os.close(receive)
-        raise
-    finally:
         os.close(send)
+        raise TryAgainLater(
+            f"cannot start a process to program the network namespace: {error.strerror}"
+        ) from error
+    if child == 0:
+        _be_child(work, inside, netns, send)
+    os.close(send)
     try:
         messages = collect(receive, deadline)
     except BaseException:  # an interrupt: the child gets it too, and brings the former state back
@@ -97,19 +101,40 @@ def run_inside(
     return outcome(messages, deadline, log)
 
 
-def run_and_report(
-    work: Callable[[Inside], object], netns: int, send: int, *, deadline: float, keep: int
-) -> None:
-    """Do the same in a process that is in a sandbox already; the child reports to `send` itself.
+def run_and_report(work: Callable[[Inside], object], netns: int, send: int) -> None:
+    """Do the same in this process, which was forked for it in a sandbox, and report to `send`.
 
-    So whoever waits there need not wait for its end, which takes the kernel a while. It keeps the
-    descriptor `keep`, too.
+    Whoever reads there need not wait for the end of the process, which takes the kernel a while.
     """
 
-    def inside(log: Log) -> Inside:
-        return Inside(log, sandboxed=True, shared=True)
+    def live(log: Log) -> object:
+        entry.enter(netns)
+        _die_with_reader_of(send)
+        return work(Inside(log, sandboxed=True, shared=True))
 
-    _end(_fork(work, inside, netns, send, (keep,)), max(0.0, deadline - time.monotonic()))
+    report(send, live)
+
+
+def fork(live: Callable[[], None], *keep: int) -> int:
+    """Fork a process that does one thing and ends; return its id.
+
+    It ends with this one, and what it has started ends with it. It keeps no descriptors but the
+    standard ones and `keep`. Raises OSError.
+    """
+    child = entry.fork_apart()
+    if child == 0:
+        try:
+            _begin(*keep)
+            entry.die_with_parent()
+            live()
+        finally:
+            os._exit(0)
+    return child
+
+
+def end(child: int) -> None:
+    """Kill a forked process and what it has running, and reap it."""
+    _end(child, 0)
 
 
 def enter_sandbox(mounts: int | None, log: Log) -> bool:
@@ -117,25 +142,6 @@ def enter_sandbox(mounts: int | None, log: Log) -> bool:
     if mounts is not None:
         entry.enter_mounts(mounts)
     return entry.enter_sandbox(log)
-
-
-def _fork(
-    work: Callable[[Inside], object],
-    inside: Callable[[Log], Inside],
-    netns: int | None,
-    send: int,
-    keep: tuple[int, ...],
-) -> int:
-    """Fork a child that works inside a namespace and reports; return its process id."""
-    try:
-        child = entry.fork_apart()
-    except OSError as error:
-        raise TryAgainLater(
-            f"cannot start a process to program the network namespace: {error.strerror}"
-        ) from error
-    if child == 0:
-        _be_child(work, inside, netns, send, keep)
-    return child
 
 
 def outcome(messages: list[dict[str, object]], deadline: float, log: Log) -> object:
@@ -266,15 +272,11 @@ def _be_child(
     inside: Callable[[Log], Inside],
     netns: int | None,
     send: int,
-    keep: tuple[int, ...],
 ) -> None:
     """Do the child's whole life; never returns."""
 
     def live(log: Log) -> object:
-        os.setpgid(0, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        close_all_but(send, netns, *keep)
+        _begin(send, netns)
         _die_with_reader_of(send)
         process = inside(log)
         if netns is not None:
@@ -287,6 +289,14 @@ def _be_child(
         status = 0 if report(send, live) else 1
     finally:
         os._exit(status)
+
+
+def _begin(*keep: int | None) -> None:
+    """Be a process of its own, with the usual signals, and few descriptors."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _close_all_but(*keep)
 
 
 def _die_with_reader_of(pipe: int) -> None:
@@ -302,7 +312,7 @@ def _die_with_reader_of(pipe: int) -> None:
         os._exit(1)
 
 
-def close_all_but(*kept: int | None) -> None:
+def _close_all_but(*kept: int | None) -> None:
     """Close what the parent had open: its other pipes must not seem alive, its locks not held."""
     try:
         opened = [int(name) for name in os.listdir("/proc/self/fd")]
