@@ -1,8 +1,10 @@
-"""`python -m bench`: measures the frozen plugin against a frozen program that does nothing.
+"""`python -m bench`: measures the frozen programs against a frozen one that does nothing.
 
-Each round runs every row once, in an order that moves on by one a round, so that other work on the
-machine meets all rows alike. One JSON object a row on stdout; on a terminal progress and a table on
-stderr. Exit status: 0 all rows keep their budgets, 1 some do not, 2 there is nothing to measure.
+Calls go through the launcher, to the node agent or to the plugin in its place. Each round runs
+every row once, in an order that moves on by one a round, so that other work on the machine meets
+all alike; a burst of pods comes every tenth round. One JSON object a row on stdout; on a terminal
+progress and a table on stderr. Exit status: 0 all rows keep their budgets, 1 some do not, 2 there
+is nothing to measure.
 """
 
 from __future__ import annotations
@@ -12,19 +14,26 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from e2e.cluster import ClusterFailed
 
-from . import pods, programs
-from .cases import BASES, BUDGETS, NATIVE, VARIANTS, Case, cases
-from .figures import FLOOR, figures, table
+from . import objects, pods, programs
+from .agent import Agent
+from .cases import AGENT, BASES, BUDGETS, NATIVE, VARIANTS, Case, Programs, cases
+from .figures import FLOOR, Figure, Size, figures, table
 from .node import PATH, Node
 from .process import BenchFailed
 
+Samples = dict[str, list[float]]
 ROUNDS = 40
+SIZES: dict[str, float | None] = {
+    f"agent RSS, {objects.PODS} cached pods": 110.0,
+    f"agent and workshop PSS, {objects.PODS} cached pods": None,
+}
+"""Memory in MiB, and how much may be taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,15 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _stop)
     node = Node()
     try:
-        plugin, floor, static = programs.plugin(), programs.floor(), programs.static()
-        if static is None:
-            _say("static is left out: no C compiler here that links static programs")
-        found = _wanted(cases(plugin, floor, static, _variants(), node), options.rows)
-        if any("captured" in row for case in found for row in case.rows):
-            node.serve_pods()
-        samples = measure(found, options.rounds)
-        if not options.rows or any(word in row for row in pods.ROWS for word in options.rows):
-            samples |= _pods(max(options.rounds // 4, 1))
+        samples, sizes = _samples(node, options)
     except BenchFailed as error:
         _say(str(error))
         return 2
@@ -52,14 +53,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         node.close()
     rows = figures(samples, BUDGETS, BASES)
-    for row in rows:
+    found: list[Figure | Size] = [*rows, *sizes]
+    for row in found:
         sys.stdout.write(f"{row.to_json()}\n")
     if sys.stderr.isatty():
-        sys.stderr.write(table(rows))
-    return 0 if all(row.ok for row in rows) else 1
+        sys.stderr.write(table(rows, sizes))
+    return 0 if all(row.ok for row in found) else 1
 
 
-def _pods(rounds: int) -> dict[str, list[float]]:
+def _samples(node: Node, options: argparse.Namespace) -> tuple[Samples, list[Size]]:
+    """Measure what is wanted of what can be measured here. Raises BenchFailed."""
+    made = Programs(programs.frozen(), programs.floor(), programs.static())
+    if made.static is None:
+        _say("static is left out: no C compiler here that links static programs")
+    variants = _variants()
+    agent = Agent(node.directory, node.memory, made.frozen) if variants else None
+    found = _wanted(cases(made, variants, node, agent), options.rows)
+    node.install(made.frozen)
+    rows = [row for case in found for row in case.rows]
+    sizes = SIZES if _is_wanted(SIZES, options.rows) else {}
+    if not (sizes or any(row.startswith(AGENT) for row in rows)):
+        agent = None
+    if agent is not None or any("captured" in row for row in rows):
+        env = node.serve_pods()
+        if agent is not None:
+            node.at_end(agent.stop)
+            agent.start(env)
+    samples = measure(found, options.rounds)
+    taken: list[Size] = []
+    if agent is not None:
+        agent.expect()
+        memory = agent.memory_mib(objects.PODS)
+        taken = [Size(name, mib, SIZES[name]) for name, mib in zip(sizes, memory, strict=False)]
+    if _is_wanted(pods.ROWS, options.rows):
+        samples |= _pods(max(options.rounds // 4, 1))
+    return samples, taken
+
+
+def _pods(rounds: int) -> Samples:
     """Measure pods on a real node, where one can be made; say why not otherwise."""
     try:
         return pods.measure(rounds)
@@ -68,18 +99,19 @@ def _pods(rounds: int) -> dict[str, list[float]]:
         return {}
 
 
-def measure(found: Sequence[Case], rounds: int) -> dict[str, list[float]]:
-    """Return the samples of each row, one a round, in seconds.
+def measure(found: Sequence[Case], rounds: int) -> Samples:
+    """Return the samples of each row, in seconds: one a round, or every so many rounds.
 
     Before them is a round that does not count: it fills the caches and proves the work done.
     """
-    samples: dict[str, list[float]] = {row: [] for case in found for row in case.rows}
+    samples: Samples = {row: [] for case in found for row in case.rows}
     for number in range(rounds + 1):
         _progress(number, rounds)
-        for case in found:
+        present = [case for case in found if number == 0 or (number - 1) % case.every == 0]
+        for case in present:
             case.prepare()
-        turn = number % len(found)
-        for case in (*found[turn:], *found[:turn]):
+        turn = number % len(present)
+        for case in (*present[turn:], *present[:turn]):
             taken = case.measure(prove=number == 0)
             if number > 0:
                 for row, sample in zip(case.rows, taken, strict=True):
@@ -106,18 +138,18 @@ def _count(text: str) -> int:
 
 def _wanted(found: Sequence[Case], words: Sequence[str] | None) -> list[Case]:
     """Return the cases with a row that is wanted, and the floor in any case."""
-    chosen = [
-        case
-        for case in found
-        if not words or any(word in row for row in case.rows for word in words)
-    ]
-    if not chosen:
-        if any(word in row for row in pods.ROWS for word in words or ()):
-            return [case for case in found if FLOOR in case.rows]
-        rows = ", ".join((*(row for case in found for row in case.rows), *pods.ROWS))
+    chosen = [case for case in found if _is_wanted(case.rows, words)]
+    others = (*SIZES, *pods.ROWS)
+    if not chosen and not _is_wanted(others, words):
+        rows = ", ".join((*(row for case in found for row in case.rows), *others))
         raise BenchFailed(f"no row has one of these words in its name; there are: {rows}")
     floor = [case for case in found if FLOOR in case.rows and case not in chosen]
     return [*floor, *chosen]
+
+
+def _is_wanted(rows: Iterable[str], words: Sequence[str] | None) -> bool:
+    """Tell whether one of the rows has one of the words in its name; no words: all are wanted."""
+    return not words or any(word in row for row in rows for word in words)
 
 
 def _variants() -> list[str]:

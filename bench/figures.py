@@ -45,6 +45,29 @@ class Figure(NamedTuple):
         return json.dumps(document)
 
 
+class Size(NamedTuple):
+    """How much memory something takes, and how much it may."""
+
+    name: str
+    mib: float
+    budget: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether it keeps its budget; one without always does."""
+        return self.budget is None or self.mib <= self.budget
+
+    def to_json(self) -> str:
+        """Write it as one line."""
+        document = {
+            "name": self.name,
+            "mib": round(self.mib, 1),
+            "budget": self.budget,
+            "ok": self.ok,
+        }
+        return json.dumps(document)
+
+
 def figures(
     samples: Mapping[str, Sequence[float]],
     budgets: Mapping[str, float],
@@ -74,9 +97,9 @@ def percentile(samples: Sequence[float], percent: int) -> float:
     return sorted(samples)[max(rank, 1) - 1]
 
 
-def table(rows: Sequence[Figure]) -> str:
+def table(rows: Sequence[Figure], sizes: Sequence[Size] = ()) -> str:
     """Lay the figures out for a person."""
-    cells = [COLUMNS, *map(_cells, rows)]
+    cells = [COLUMNS, *map(_cells, rows), *map(_size_cells, sizes)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for name, *numbers in cells:
@@ -86,14 +109,22 @@ def table(rows: Sequence[Figure]) -> str:
 
 
 def _cells(row: Figure) -> tuple[str, ...]:
-    budget = "" if row.budget is None else f"{row.budget:g}"
-    verdict = "" if row.budget is None else "ok" if row.ok else "over"
     return (
         row.name,
         f"{row.median_ms:.2f}",
         f"{row.p90_ms:.2f}",
         f"{row.ratio:.2f}",
-        budget,
-        verdict,
+        *_verdict(row),
         "" if row.base == FLOOR else row.base,
     )
+
+
+def _size_cells(size: Size) -> tuple[str, ...]:
+    return (size.name, "", "", f"{size.mib:.1f} MiB", *_verdict(size), "")
+
+
+def _verdict(row: Figure | Size) -> tuple[str, str]:
+    """Return the cells of a budget, and of what came of it."""
+    if row.budget is None:
+        return "", ""
+    return f"{row.budget:g}", "ok" if row.ok else "over"

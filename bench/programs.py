@@ -7,21 +7,43 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 from .process import BenchFailed
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
 RECIPES = tuple(ROOT / "packaging" / name for name in ("bundle.py", "bundle.spec", "portable.py"))
-PLUGIN = ROOT / "dist" / "istio-cni.d" / "current" / "istio-cni"
+DIST = ROOT / "dist"
 NOTHING = "int main(void) { return 0; }\n"
 
 
-def plugin() -> str:
-    """Return the path of the frozen plugin. Raises BenchFailed if it was not frozen yet."""
-    if not os.access(PLUGIN, os.X_OK):
-        raise BenchFailed(f"there is no {PLUGIN.relative_to(ROOT)}; `make bundle` makes it")
-    return str(PLUGIN)
+class Frozen(NamedTuple):
+    """The paths of what `make bundle` makes."""
+
+    launcher: str
+    plugin: str
+    agent: str
+
+    @property
+    def bundle(self) -> str:
+        """The directory of the plugin."""
+        return os.path.dirname(self.plugin)
+
+
+FROZEN = Frozen(
+    str(DIST / "istio-cni"),
+    str(DIST / "istio-cni.d" / "current" / "istio-cni"),
+    str(DIST / "install-cni" / "install-cni"),
+)
+
+
+def frozen() -> Frozen:
+    """Return what is measured. Raises BenchFailed if it was not frozen yet."""
+    for path in FROZEN:
+        if not os.access(path, os.X_OK):
+            raise BenchFailed(f"there is no {os.path.relpath(path, ROOT)}; `make bundle` makes it")
+    return FROZEN
 
 
 def floor() -> str:

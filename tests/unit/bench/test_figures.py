@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench import __main__ as program
 from bench import cases
-from bench.figures import Figure, figures, percentile, table
+from bench.agent import Agent
+from bench.figures import Figure, Size, figures, percentile, table
+from bench.programs import FROZEN
 
 SAMPLES = {
     "floor": [0.010, 0.012, 0.010],
@@ -72,14 +75,34 @@ def test_the_table_says_which_rows_are_over() -> None:
     assert len({line.index(".") for line in lines}) == 1
 
 
+def test_memory_has_a_budget_of_its_own() -> None:
+    """In MiB, in a line with other keys, and in the same table."""
+    kept, over, free = Size("small", 80.04, 110.0), Size("big", 110.1, 110.0), Size("any", 900.0)
+    assert [size.ok for size in (kept, over, free)] == [True, False, True]
+    assert json.loads(kept.to_json()) == {
+        "name": "small",
+        "mib": 80.0,
+        "budget": 110.0,
+        "ok": True,
+    }
+    *_, shown, too_much, _ = table(figures(SAMPLES, BUDGETS), (kept, over, free)).splitlines()
+    assert shown.split() == ["small", "80.0", "MiB", "110", "ok"]
+    assert too_much.split()[-1] == "over"
+
+
 def test_budgets_are_those_of_rows() -> None:
     """A budget under a misspelt name would never be judged."""
     place = cases.node.Node()
     try:
         variants = (*cases.VARIANTS, cases.NATIVE)
-        found = cases.cases("plugin", "floor", "static", variants, place)
+        programs = cases.Programs(FROZEN, "floor", "static")
+        agent = Agent(place.directory, place.memory, FROZEN)
+        found = cases.cases(programs, variants, place, agent)
+        without = cases.cases(programs, (), place, None)
     finally:
         place.close()
     rows = [row for case in found for row in case.rows]
     assert len(rows) == len(set(rows))
     assert {*cases.BUDGETS, *cases.BASES, *cases.BASES.values()} <= set(rows)
+    assert not set(program.SIZES) & set(rows)
+    assert not [row for case in without for row in case.rows if row.startswith(cases.AGENT)]

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 from bench import __main__ as program
+from bench.figures import FLOOR
 from bench.process import BenchFailed, run
 
 
 class Fake:
     """A case that takes notes of its calls."""
 
-    def __init__(self, name: str, notes: list[str]) -> None:
+    def __init__(self, name: str, notes: list[str], every: int = 1) -> None:
         self.rows = (f"{name} one", f"{name} two")
+        self.every = every
         self._name = name
         self._notes = notes
 
@@ -36,6 +38,16 @@ def test_each_round_has_every_case_once_in_an_order_that_moves_on() -> None:
     assert samples["c two"] == [2.0] * 3
 
 
+def test_a_heavy_case_comes_every_so_many_rounds() -> None:
+    """It is proved like all others, and has a sample even in a run of one round."""
+    notes: list[str] = []
+    cases = [Fake("a", notes), Fake("b", notes, every=3)]
+    samples = program.measure(cases, 5)
+    assert "".join(notes) == "--AB--ba-a-a--ab-a"
+    assert (len(samples["a one"]), len(samples["b one"])) == (5, 2)
+    assert len(program.measure(cases, 1)["b one"]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "rows"), [(None, "ab"), (["b o"], "b"), (["a", "b two"], "ab"), (["two"], "ab")]
 )
@@ -44,6 +56,13 @@ def test_rows_are_chosen_by_words_in_their_names(words: list[str] | None, rows: 
     found = [Fake(name, []) for name in "ab"]
     chosen = program._wanted(found, words)  # noqa: SLF001 # the whole of `--rows`
     assert "".join(case.rows[0][0] for case in chosen) == rows
+
+
+def test_a_word_for_memory_chooses_the_floor_only() -> None:
+    """There is no case of it: it is looked at when all has been measured."""
+    found = [Fake("floor", [])]
+    found[0].rows = (FLOOR,)
+    assert program._wanted([*found, Fake("a", [])], ["RSS"]) == found  # noqa: SLF001 # likewise
 
 
 def test_a_word_in_no_row_is_refused() -> None:
