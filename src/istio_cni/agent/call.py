@@ -16,6 +16,7 @@ from typing import NamedTuple, NoReturn
 
 from istio_cni.agent import frame, metrics
 from istio_cni.agent.metrics import Metrics
+from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop, WorkshopClosed
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from istio_cni.cni.request import Request
     from istio_cni.plugin.work import Task
 
-    FindPod = Callable[[Request, Netconf, float], dict[str, object]]
+    Cached = Callable[[str, str, str], dict[str, object] | None]
     Namespace = tuple[int, int]
 
 LOG = logging.getLogger("cni-agent")
@@ -54,16 +55,18 @@ class Declined(Exception):
 class Node(NamedTuple):
     """What all calls of an agent share; `sink` takes the lines of their logs.
 
-    `own_netns` is the agent's own, which may be a pod's; `node_backend` is what `auto` means here.
-    `run_dir` is all that is seen of the node's files, "" if they are all seen.
+    `own_netns` is the agent's own, which may be a pod's; `cached(namespace, name, uid)` finds a pod
+    without asking anybody; `node_backend` is what `auto` means here. `run_dir` is all that is seen
+    of the node's files, "" if they are all seen.
     """
 
     host_netns: Namespace
     own_netns: Namespace
     workshop: Workshop
-    find_pod: FindPod
+    cached: Cached
     sink: Callable[[str, str], object]
     metrics: Metrics
+    turns: Turns
     node_backend: str = ""
     run_dir: str = ""
 
@@ -74,7 +77,7 @@ class Serving(Host):
     `netns` is the caller's descriptor of the pod's namespace, or why it has none.
     """
 
-    __slots__ = ("_caller", "_deadline", "_netns", "_node", "declined", "phases")
+    __slots__ = ("_caller", "_deadline", "_netns", "_node", "declined", "phases", "turn")
 
     def __init__(
         self, node: Node, caller: Caller, header: frame.Header, netns: int | OSError, log: Log
@@ -85,6 +88,7 @@ class Serving(Host):
         self._caller = caller
         self._netns = netns
         self._deadline = header.deadline - min(MARGIN_S, left / 2)
+        self.turn = node.turns.next()
         self.node_backend = node.node_backend
         self.declined = ""
         self.phases: list[tuple[str, float]] = []
@@ -109,7 +113,13 @@ class Serving(Host):
 
     def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> dict[str, object]:
         """Take the pod from the cache, else ask for it."""
-        return self._node.find_pod(request, netconf, deadline)
+        if not netconf.manifests:
+            name, uid = request.pod_name, request.pod_uid
+            pod = self._node.cached(request.pod_namespace, name, uid)
+            if pod is not None:
+                return pod
+        with self.turn.let_go():
+            return super().find_pod(request, netconf, deadline)
 
     def is_node_s(self, netns: int) -> bool:
         """Tell whether a namespace is the host's, in which this agent may not be."""
@@ -122,7 +132,8 @@ class Serving(Host):
     def run_inside(self, task: Task, netns: int) -> object:
         """Have a task done by a process of the workshop's."""
         try:
-            return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
+            with self.turn.let_go():
+                return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
         except WorkshopClosed as error:
             self.decline(error.msg)
 
@@ -157,7 +168,6 @@ class _Call:
 
     def __init__(self, node: Node, caller: Caller) -> None:
         """Read it. Raises Declined."""
-        begun = time.monotonic()
         if caller.uid != 0:
             raise Declined(metrics.UNTRUSTED, "only root may ask")
         try:
@@ -173,16 +183,16 @@ class _Call:
         self._verb = self._env.get("CNI_COMMAND", "")
         self._log = Log(sink=node.sink, request_id=header.request_id)
         self._host = Serving(node, caller, header, netns, self._log)
-        self._host.phases = [(metrics.QUEUE, header.begun(self._verb)), (DECIDE, begun)]
+        self._host.phases = [(metrics.QUEUE, header.begun(self._verb))]
         self._code = 0
 
     def run(self) -> tuple[int, bytes]:
         """Carry it out; return exit status and stdout. Raises Declined."""
-        stdout = io.StringIO()
+        stdout, stderr = io.StringIO(), io.StringIO()
         verbs = dict.fromkeys(VERBS, self._carry_out)
-        status = serve(
-            self._env, lambda: self._stdin, stdout, io.StringIO(), verbs, self._report, ""
-        )
+        with self._host.turn:
+            self._host.enter(DECIDE)
+            status = serve(self._env, lambda: self._stdin, stdout, stderr, verbs, self._report, "")
         if self._host.declined:
             raise Declined(metrics.OTHER, self._host.declined)
         return status, stdout.getvalue().encode()

@@ -7,6 +7,7 @@ working costs the node speed, not its pods: the plugin can do all by itself.
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import time
@@ -20,17 +21,12 @@ from istio_cni.agent.plugin_log import Lines, PluginLog
 from istio_cni.agent.pods import PodCache
 from istio_cni.agent.server import Server
 from istio_cni.agent.settings import Settings
+from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop
 from istio_cni.constants import VERSION
 from istio_cni.edge.kube.watch import NodePods
 from istio_cni.errors import IOFailure, IstioCNIError
 from istio_cni.install.run import LOOK_EVERY_S, Installer
-from istio_cni.plugin import source
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from istio_cni.cni.request import Request
-    from istio_cni.plugin.netconf import Netconf
 
 LOG = logging.getLogger("cni-agent")
 END = (signal.SIGTERM, signal.SIGINT)  # blocked since the start of the program
@@ -57,19 +53,29 @@ def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop
                 view.host_netns,
                 view.own_netns,
                 workshop,
-                _find_pod(cache),
+                cache.find if cache is not None else lambda *_: None,
                 output.sink,
                 metrics,
+                Turns(),
                 node_backend,
                 settings.cni_agent_run_dir if view.mounts is not None else "",
             )
             _serve_launcher(settings, shared, undo)
-        delay_s = 0.0
+        delay_s, settled = 0.0, False
         while signal.sigtimedwait(END, delay_s) is None:
             installer.look()
+            if not settled and (cache is None or cache.is_synced):
+                settled = True
+                _leave_to_stay()
             delay_s = LOOK_EVERY_S
         LOG.info("told to end: the plugin is taken off this node; pods that run stay captured")
         installer.remove(time.sleep)
+
+
+def _leave_to_stay() -> None:
+    """Look no more for cycles among what is there by now: that takes as long as twenty ADDs."""
+    gc.collect()
+    gc.freeze()
 
 
 def _node_backend(settings: Settings, workshop: Workshop) -> str:
@@ -117,15 +123,3 @@ def _serve_launcher(settings: Settings, shared: call.Node, undo: ExitStack) -> N
         LOG.error("the plugin is not served and does all by itself: %s", error.msg)
         return
     undo.callback(server.stop, FINISH_S)
-
-
-def _find_pod(cache: PodCache | None) -> call.FindPod:
-    """Make the look-up of calls: the cache, else one question to whoever knows."""
-
-    def find(request: Request, netconf: Netconf, deadline: float) -> dict[str, object]:
-        pod = None
-        if cache is not None and not netconf.manifests:
-            pod = cache.find(request.pod_namespace, request.pod_name, request.pod_uid)
-        return pod if pod is not None else source.find_pod(request, netconf, deadline)
-
-    return find

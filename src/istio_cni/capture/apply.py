@@ -124,7 +124,7 @@ def prepare(config: CaptureConfig, choice: Choice) -> None:
     if choice.name == IPTABLES:
         from istio_cni.capture import iptables  # the iptables back end only
 
-        iptables.prepare(config)
+        iptables.fresh_texts(config)
 
 
 def working_variant(net: Netfilter) -> str:

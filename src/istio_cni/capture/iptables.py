@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from istio_cni import constants
@@ -30,7 +31,7 @@ def program(
         if existing == REFUSE:
             _refuse_other_configuration(run.held, forced, ruleset)
             run.refuse_native()
-        used = {
+        used = run.load_together(fresh_texts(config), forced) or {
             family: run.load(family, forced, ruleset, rewrite=rewrite) for family in config.families
         }
         run.remove_ours(keep=set(used.items()))
@@ -54,6 +55,16 @@ def prepare(config: CaptureConfig) -> Ruleset:
             f"{constants.MAX_OWNER_GROUPS_IPTABLES} in one rule; the back end nftables has no limit"
         )
     return ruleset
+
+
+@lru_cache(maxsize=DISTINCT)
+def fresh_texts(config: CaptureConfig) -> Mapping[Family, str]:
+    """Return what is loaded for each family where nothing is there."""
+    ruleset = prepare(config)
+    return {
+        family: tables_of.load_text({}, ruleset, family, tables_of.wanted(ruleset, family))
+        for family in config.families
+    }
 
 
 def difference(net: Netfilter, config: CaptureConfig, variants: dict[str, str]) -> str:

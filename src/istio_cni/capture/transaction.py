@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 from istio_cni.capture import routing
 from istio_cni.capture.backend import ours_native
@@ -40,6 +40,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from socket import socket
 
+SHORT = 32_768  # bytes of a text that a pipe takes at once
 ROLLBACK_SHARE = 0.7  # of what is left then; the rest is for the drop rules, if it fails
 
 
@@ -91,6 +92,41 @@ class Run(Session):
         """Remove our objects from every variant, and the tables that are empty then."""
         self.remove_ours(keep=set())
         self.sweep()
+
+    def load_together(self, texts: Mapping[Family, str], forced: str) -> dict[Family, str]:
+        """Load all families at the same time into a namespace in which no variant has anything.
+
+        Returns the variant of each; none where that is not possible, or has failed and been undone:
+        one after the other there are more variants and tries.
+        """
+        if self.net.prove or self.missing or self.unread or any(self.held.values()):
+            return {}
+        loads = {}
+        for family, text in texts.items():
+            with suppress(CommandFailed):
+                tool = self.net.find(candidates(family, forced, {})[0], family.value)
+                loads[family] = (tool, text)
+        if len(loads) < len(texts) or any(len(text) > SHORT for text in texts.values()):
+            return {}
+        self.confirm()
+        self.touched |= {
+            (family, tool.variant): Held(tool, {}) for family, (tool, _) in loads.items()
+        }
+        failed = any(self.net.load_together(list(loads.values())))
+        if failed or not all(has_tables(tool.variant, each) for each, (tool, _) in loads.items()):
+            self._take_back(loads)
+            return {}
+        used = {family: tool.variant for family, (tool, _) in loads.items()}
+        self.changed += (f"{BASE[family]} ({variant})" for family, variant in used.items())
+        return used
+
+    def _take_back(self, loads: dict[Family, tuple[Tool, str]]) -> None:
+        """Undo what some of several loads have done."""
+        for family, (tool, _) in loads.items():
+            for document in tables_of.revert_blocks(self._now(tool), {}):
+                load(self.net, tool, document)
+            del self.touched[family, tool.variant]
+        self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
 
     def load(self, family: Family, forced: str, ruleset: Ruleset, *, rewrite: bool) -> str:
         """Make the first candidate that works hold a family's rules; return its variant.

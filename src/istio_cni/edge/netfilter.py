@@ -19,6 +19,7 @@ from istio_cni.errors import ProgrammingFailed, TryAgainLater, quoted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable
 
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -207,17 +208,42 @@ class Netfilter:
 
     def load(self, tool: Tool, text: str) -> None:
         """Load restore text; tables are committed one by one: a failure may leave some."""
-        name, argv, wait = f"{tool.name}-restore", [tool.restore, "--noflush"], 0
+        name, argv, wait = self._restore(tool)
+        environment = self._environment(tool)
+        status, _, complaint = self._run(argv, name=name, stdin=text, env=environment, wait=wait)
+        if status != 0:
+            raise CommandFailed(name, status, complaint)
+
+    def load_together(self, loads: list[tuple[Tool, str]]) -> list[CommandFailed | None]:
+        """Load texts by several programs at a time; return why each failed, None if it did not.
+
+        The texts must be short: none is to wait for the program before it.
+        """
+        started = []
+        for tool, text in loads:
+            name, argv, wait = self._restore(tool)
+            program = self._start(argv, name, self._environment(tool))
+            if program.stdin is not None:
+                with suppress(BrokenPipeError), program.stdin as stdin:
+                    stdin.write(_encoded(text))
+                program.stdin = None
+            started.append((program, name, wait))
+        failures: list[CommandFailed | None] = []
+        for program, name, wait in started:
+            status, _, complaint = self._finish(program, name, "", wait)
+            failures.append(CommandFailed(name, status, complaint) if status != 0 else None)
+        return failures
+
+    def _restore(self, tool: Tool) -> tuple[str, list[str], int]:
+        """Return how restore text is loaded: name, arguments, seconds that it may wait itself."""
+        argv, wait = [tool.restore, "--noflush"], 0
         if tool.variant == "legacy" and tool.version >= WAIT_SINCE:
             wait = self.lock_wait_s
             argv.append(f"--wait={wait}")
         if self._shadow and self.lock_file and tool.is_locked_by_path:
             self._shadow(self.lock_file)
             self._shadow = None  # once is enough for this sandbox
-        environment = self._environment(tool)
-        status, _, complaint = self._run(argv, name=name, stdin=text, env=environment, wait=wait)
-        if status != 0:
-            raise CommandFailed(name, status, complaint)
+        return f"{tool.name}-restore", argv, wait
 
     def _environment(self, tool: Tool) -> dict[str, str]:
         if self.lock_file and tool.variant == "legacy" and tool.version >= LOCKFILE_SINCE:
@@ -249,24 +275,32 @@ class Netfilter:
         Raises CommandFailed if it cannot be started, TryAgainLater if it does not end in time; then
         it is killed with its whole process group.
         """
+        return self._finish(self._start(argv, name, env or {}), name, stdin, wait)
+
+    def _start(self, argv: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         import subprocess  # captured pods with the iptables back end only
 
-        left = self.deadline - time.monotonic()
-        if left <= 0:
+        if self.deadline <= time.monotonic():
             raise TryAgainLater(f"no time left to run {name}")
-        limit = min(left, COMMAND_TIMEOUT_S + wait)
         try:
-            program = subprocess.Popen(  # noqa: S603 - found in a search path, no shell
+            return subprocess.Popen(  # noqa: S603 - found in a search path, no shell
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={"PATH": self.search_path, "LC_ALL": "C", **(env or {})},
+                env={"PATH": self.search_path, "LC_ALL": "C", **env},
                 pass_fds=() if self.keep is None else (self.keep,),
                 process_group=0,
             )
         except OSError as error:
             raise CommandFailed(name, None, error.strerror or str(error)) from error
+
+    def _finish(
+        self, program: subprocess.Popen[bytes], name: str, stdin: str, wait: int
+    ) -> tuple[int, str, str]:
+        import subprocess  # captured pods with the iptables back end only
+
+        limit = min(max(0.0, self.deadline - time.monotonic()), COMMAND_TIMEOUT_S + wait)
         with program:
             try:
                 done = program.communicate(_encoded(stdin), timeout=limit)
