@@ -9,6 +9,7 @@
     ├── InvalidNetconf        7   a key of the network configuration is missing or wrong
     ├── InvalidNetns          8   the namespace is the host's, or cannot be opened
     ├── TryAgainLater        11   clears by itself: API server down, lock held, time over
+    │   ├── GivenUp               whoever asked has gone, or asks somebody else: no more changes
     │   └── Interrupted           programming was stopped half way; a later call completes or undoes
     ├── PluginNotAvailable   50   STATUS: the next ADD would fail
     ├── KubeconfigUnusable  101   the run dir's kubeconfig is missing or unusable
@@ -87,6 +88,10 @@ class TryAgainLater(IstioCNIError):
     """A condition that clears by itself; the runtime should repeat the call."""
 
     code = 11
+
+
+class GivenUp(TryAgainLater):
+    """Whoever asked has gone on alone; nothing is to be changed any more, records included."""
 
 
 class Interrupted(TryAgainLater):

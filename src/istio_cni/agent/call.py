@@ -22,7 +22,7 @@ from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.callers import Caller
-from istio_cni.errors import DecodingFailure, IstioCNIError, TryAgainLater
+from istio_cni.errors import DecodingFailure, GivenUp, IstioCNIError
 from istio_cni.plugin.host import DECIDE, Host
 from istio_cni.plugin.log import Log
 from istio_cni.plugin.netconf import Netconf
@@ -101,7 +101,7 @@ class Serving(Host):
     def decline(self, why: str) -> NoReturn:
         """End the call, which has touched nothing; its launcher runs the plugin instead."""
         self.declined = why
-        raise TryAgainLater(why)
+        raise GivenUp(why)
 
     def enter(self, phase: str) -> None:
         """Note when a phase begins."""
@@ -140,13 +140,14 @@ class Serving(Host):
     @property
     def may_commit(self) -> Callable[[], None]:
         """What raises once the caller has gone, or is about to."""
-        return self._confirm
+        return self.confirm
 
-    def _confirm(self) -> None:
+    def confirm(self) -> None:
+        """Raise GivenUp once the caller has gone, or is about to."""
         if time.monotonic() >= self._deadline:
-            raise TryAgainLater("the caller stops waiting; nothing is changed any more")
+            raise GivenUp("the caller stops waiting; nothing is changed any more")
         if self._caller.has_left():
-            raise TryAgainLater("the caller has gone; nothing is changed any more")
+            raise GivenUp("the caller has gone; nothing is changed any more")
 
 
 def answer(node: Node, caller: Caller) -> None:
@@ -172,14 +173,16 @@ class _Call:
             raise Declined(metrics.UNTRUSTED, "only root may ask")
         try:
             header = frame.read_header(caller.read(frame.HEADER_BYTES))
+            netns = _namespace_of(node, caller, header)  # strangers need not say more
             self._env = frame.read_environment(caller.read(header.environment_bytes))
             self._stdin = caller.read(header.stdin_bytes)
         except frame.OtherVersion as error:
             raise Declined(metrics.UNKNOWN_VERSION, error.msg) from error
         except DecodingFailure as error:
             raise Declined(metrics.MALFORMED, error.msg) from error
-        netns = _namespace_of(node, caller, header)
+        _count_descriptors(caller, header)
         self._node = node
+        self._caller = caller
         self._verb = self._env.get("CNI_COMMAND", "")
         self._log = Log(sink=node.sink, request_id=header.request_id)
         self._host = Serving(node, caller, header, netns, self._log)
@@ -192,6 +195,8 @@ class _Call:
         verbs = dict.fromkeys(VERBS, self._carry_out)
         with self._host.turn:
             self._host.enter(DECIDE)
+            if self._caller.has_left():
+                raise Declined(metrics.OTHER, "the caller has gone")
             status = serve(self._env, lambda: self._stdin, stdout, stderr, verbs, self._report, "")
         if self._host.declined:
             raise Declined(metrics.OTHER, self._host.declined)
@@ -230,13 +235,16 @@ def _namespace_of(node: Node, caller: Caller, header: frame.Header) -> int | OSE
     Whoever is not on the host's network is no container runtime: a container that has got at the
     socket can send no namespace but its own.
     """
-    *pod, own = caller.descriptors or [-1]
-    if len(pod) != (0 if header.netns_error else 1):
-        raise Declined(
-            metrics.MALFORMED, f"{len(caller.descriptors)} descriptors came with the call"
-        )
+    _count_descriptors(caller, header)
+    *pod, own = caller.descriptors
     if not namespaces.is_netns(own) or namespaces.identity(own) != node.host_netns:
         raise Declined(metrics.UNTRUSTED, "the caller is not in the host's network namespace")
     if header.netns_error:
         return OSError(header.netns_error, os.strerror(header.netns_error))
     return pod[0]
+
+
+def _count_descriptors(caller: Caller, header: frame.Header) -> None:
+    found = len(caller.descriptors)
+    if found != (1 if header.netns_error else 2):
+        raise Declined(metrics.MALFORMED, f"{found} descriptors came with the call")

@@ -8,6 +8,7 @@ namespace ends and leaves its place to a new one.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,9 @@ class Server:
         self._stopping = threading.Event()
         self._home = proc.namespace(proc.OWN_NETNS)
         self._listener = Listener(path)
+        self._stranded: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._threads = [self._start(number) for number in range(workers)]
+        threading.Thread(target=self._replace, name="workers", daemon=True).start()
 
     def _start(self, number: int) -> threading.Thread:
         thread = threading.Thread(
@@ -37,6 +40,11 @@ class Server:
         )
         thread.start()
         return thread
+
+    def _replace(self) -> None:
+        """Start others for stranded threads; a thread begins where the one is that starts it."""
+        while (number := self._stranded.get()) is not None:
+            self._threads[number] = self._start(number)
 
     def _work(self, number: int) -> None:
         while not self._stopping.is_set():
@@ -54,12 +62,13 @@ class Server:
                 LOG.exception("a call was given up")
             if proc.namespace(proc.THREAD_NETNS) != self._home:
                 LOG.error("worker %d ends: it cannot get back to its own network namespace", number)
-                self._threads[number] = self._start(number)
+                self._stranded.put(number)
                 return
 
     def stop(self, wait_s: float) -> bool:
         """Take no more callers, finish what was taken in; tell whether all of it was in time."""
         self._stopping.set()
+        self._stranded.put(None)
         self._listener.close()
         until = time.monotonic() + wait_s
         for thread in self._threads:

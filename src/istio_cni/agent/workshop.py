@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
-from istio_cni.errors import IstioCNIError, TryAgainLater
+from istio_cni.errors import GivenUp, IstioCNIError, TryAgainLater
 from istio_cni.plugin import work
 from istio_cni.plugin.work import Task
 
@@ -78,7 +78,10 @@ class Workshop:
         with receive:
             with send:
                 self._hand_over(_TASK, send.fileno(), netns, caller)
-            receive.sendall(json.dumps(task.to_json()).encode() + b"\n")
+            try:
+                receive.sendall(json.dumps(task.to_json()).encode() + b"\n")
+            except OSError as error:  # nobody has taken it
+                raise _closed(error) from error
             messages = namespaces.collect(receive.fileno(), task.deadline + GRACE_S)
         return namespaces.outcome(messages, task.deadline, log)
 
@@ -95,7 +98,7 @@ class Workshop:
             with self._sending:
                 self._socket.sendmsg([what], rights)
         except OSError as error:
-            raise WorkshopClosed(f"the agent cannot run iptables: {error.strerror}") from error
+            raise _closed(error) from error
 
     def find_backend(self, log: Log, wait_s: float = FIND_S) -> str:
         """Find out what `auto` means on this node: one of `netconf.NODE_BACKENDS`."""
@@ -121,6 +124,10 @@ class Workshop:
         self._socket.close()
         with suppress(ChildProcessError):
             os.waitpid(self._process, 0)
+
+
+def _closed(error: OSError) -> WorkshopClosed:
+    return WorkshopClosed(f"the agent cannot run iptables: {error.strerror}")
 
 
 # -- in the workshop -------------------------------------------------------------------------------
@@ -256,7 +263,7 @@ def _wait_for_task(tasks: socket.socket, tell: int) -> None:
 
     def may_commit() -> None:
         if time.monotonic() >= task.deadline or callers.has_left(caller):
-            raise TryAgainLater("the caller has gone; nothing is changed any more")
+            raise GivenUp("the caller has gone; nothing is changed any more")
 
     def inside(inside: Inside) -> object:
         return work.run(task, inside, may_commit, prove=False)

@@ -40,6 +40,7 @@ def program(
         if Family.V6 not in used:
             run.warn_of_broken(Family.V6)
         run.remove_native()
+        run.confirm()
         variants = {BASE[family]: used[family] for family in used}
         return Report(variants, run.changed, IPTABLES, choice.reason)
 

@@ -58,6 +58,7 @@ def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existi
             session.remove_programs_rules()
         for unread in session.missing:  # somebody with programs of their own may have been here
             log("warn", f"iptables has tables here that cannot be read, and stay: {unread.msg}")
+        session.confirm()
         return Report({}, session.changed, NFTABLES, reason)
 
 

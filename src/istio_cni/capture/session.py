@@ -16,7 +16,7 @@ from istio_cni.capture.backend import guard_stands, may_hold_iptables, ours_nati
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netns import hold_apply_lock
-from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.errors import GivenUp, IstioCNIError, ProgrammingFailed, TryAgainLater
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Session:
         self.target: dict[str, str] | None = None
         self.missing: list[IstioCNIError] = []  # why tables of iptables cannot be read
         self.former_routing: routing.Routing | None = None
+        self._turning_back = False
 
     def __enter__(self) -> Session:
         return self
@@ -86,7 +87,7 @@ class Session:
 
     def confirm(self) -> None:
         """Raise if nobody wants the next change any more."""
-        if self.net.may_commit is not None:
+        if self.net.may_commit is not None and not self._turning_back:
             self.net.may_commit()
 
     def commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool = False) -> None:
@@ -124,6 +125,11 @@ class Session:
         """Remove our tables, if there are any."""
         if self.native or self.guarded:
             self.commit((), "")
+
+    def forget_native(self) -> None:
+        """Take back the tables that this session has made."""
+        self.native = ours_native(netlink.nft_tables())
+        self.remove_native()
 
     def _put_up_guard(self, kernel: netlink.Ruleset) -> None:
         from istio_cni.rules.nfnetlink import messages  # tables that are replaced only
@@ -190,14 +196,19 @@ class Session:
         return self.target is not None and self.target == ours_native(netlink.nft_tables())
 
     def revert(self, error: BaseException) -> None:
-        """Bring addresses and routes back to what they were, unless all is done already."""
-        if self.former_routing is None or self.is_whole():
+        """Bring everything back to what it was, unless all is done already and wanted."""
+        self._turning_back = True
+        given_up = isinstance(error, GivenUp)
+        if not given_up and self.is_whole():
             return
         try:
-            with netlink.Route() as route:
-                routing.revert(route, self.former_routing)
+            if given_up and self.native_made:
+                self.forget_native()
+            if self.former_routing is not None:
+                with netlink.Route() as route:
+                    routing.revert(route, self.former_routing)
         except IstioCNIError as second:
-            lost = f"addresses and routes could not be restored ({second.msg})"
+            lost = f"the former state could not be restored ({second.msg})"
             raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from istio_cni.capture import routing
-from istio_cni.capture.backend import ours_native
 from istio_cni.capture.session import Log, Session, locked, one_line, other_rules
 from istio_cni.capture.tools import (
     BASE,
@@ -30,7 +29,7 @@ from istio_cni.capture.tools import (
 )
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import CommandFailed, Netfilter, Tool
-from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.errors import GivenUp, IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.rules import state as tables_of
 from istio_cni.rules.iptables import block, parse_save
 from istio_cni.rules.model import Family, Ruleset, Table
@@ -264,7 +263,8 @@ class Run(Session):
         The last change goes first, so that where one variant took over from the other there is
         always one that captures.
         """
-        if not self.native_made and self.is_whole():
+        self._turning_back = True
+        if not self.native_made and not isinstance(error, GivenUp) and self.is_whole():
             return
         later = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, later)
@@ -278,7 +278,7 @@ class Run(Session):
                 for document in tables_of.revert_blocks(self._now(tool), former):
                     load(self.net, tool, document)
             if self.native_made:
-                self._forget_native()
+                self.forget_native()
         except Exception as second:
             self.net.deadline = end
             lost = f"the former state could not be restored ({one_line(second)}); {self._shut()}"
@@ -286,11 +286,6 @@ class Run(Session):
         finally:
             self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def _forget_native(self) -> None:
-        """Take back the tables that this session has made, now that iptables captures again."""
-        self.native = ours_native(netlink.nft_tables())
-        self.remove_native()
 
     def _now(self, tool: Tool) -> State:
         return parse_save(self.net.save(tool))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 BACKLOG = 512  # callers that wait; the launcher of one more runs the plugin itself
-DESCRIPTORS_MAX = 16  # taken from one message, to be closed
+DESCRIPTORS_MAX = 16  # taken from one caller, to be closed
 _READ_WAIT_S = 2.0  # for a whole call: its launcher sends it at once
 _ANSWER_WAIT_S = 2.0
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
@@ -74,7 +74,7 @@ class Caller:
             for level, kind, content in sent:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     self._keep(content)
-            if flags & socket.MSG_CTRUNC:
+            if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
                 raise DecodingFailure("the call came with too many descriptors")
             if size == 0:
                 raise DecodingFailure("the call ended in the middle")

@@ -154,21 +154,21 @@ class Attachments:
         except IOFailure as error:
             self._tell(error)
 
-    def drop(self, record: Attachment) -> Attachment | None:
-        """Remove a record; return that of another interface which answers for its rules now.
+    def heir(self, record: Attachment) -> Attachment | None:
+        """Return another attachment in the same namespace, which its pod still has.
 
         A pod is captured until its last attachment goes, in whatever order they go.
         """
+        others = (other for other in self.of_container(record.container_id))
+        return next((other for other in others if _share(other, record)), None)
+
+    def drop(self, record: Attachment) -> None:
+        """Remove a record; another attachment takes over the rules that it has made."""
+        heir = self.heir(record)
         self.remove(record.container_id, record.ifname)
-        others = [
-            other for other in self.of_container(record.container_id) if _share(other, record)
-        ]
-        if not others:
-            return None
-        if record.made_rules:
-            others[0].made_rules = True
-            self.write(others[0])
-        return others[0]
+        if heir is not None and record.made_rules:
+            heir.made_rules = True
+            self.write(heir)
 
     def _records(self, prefix: str) -> Iterator[Attachment]:
         for name in self._names(prefix):

@@ -83,6 +83,9 @@ class Host:
             log=self.log.write,
         )
 
+    def confirm(self) -> None:
+        """Raise GivenUp if whoever asked has gone; this process does all that is done."""
+
     @property
     def may_commit(self) -> Callable[[], None] | None:
         """What raises if whoever asked has given up; None: this process does all that is done."""

@@ -66,6 +66,7 @@ def _capture_recorded(
     attachments: Attachments | None,
     deadline: float,
 ) -> apply.Report:
+    host.confirm()
     record, former = _record(request, pod_uid, netns), None
     others: list[Attachment] = []
     if attachments is not None:

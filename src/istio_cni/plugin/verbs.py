@@ -13,6 +13,7 @@ from istio_cni.cni import result
 from istio_cni.cni.request import valid_attachments
 from istio_cni.edge import proc
 from istio_cni.errors import (
+    GivenUp,
     InvalidNetconf,
     InvalidNetns,
     IOFailure,
@@ -85,17 +86,19 @@ class Verbs:
         if not attachments.has_traces(request.container_id, request.ifname):
             return
         with attachments.lock(request.container_id, deadline):
+            self._host.confirm()
             record = attachments.read(request.container_id, request.ifname)
             if record is None:
                 attachments.remove(request.container_id, request.ifname)
                 return
-            heir = attachments.drop(record)
-            if heir is not None:
-                self._log.info(f"the pod stays captured: {heir.ifname} is still attached")
-            elif attachments.is_taken_over(record):
-                self._log.info("nothing to undo: the namespace is another pod's by now")
-            elif record.made_rules and request.netns:
-                self._undo(request, record, deadline)
+            try:
+                self._forget(request, attachments, record, deadline)
+            except GivenUp:
+                raise  # the record stays, for whoever goes on
+            except IstioCNIError:
+                attachments.drop(record)
+                raise
+            attachments.drop(record)
 
     def check(self, request: Request) -> None:
         """Prove that the kernel holds what ADD programmed; raise RulesAltered if not."""
@@ -127,7 +130,10 @@ class Verbs:
                 continue
             try:
                 with attachments.lock(record.container_id, time.monotonic()):
+                    self._host.confirm()
                     attachments.drop(record)
+            except GivenUp:
+                raise
             except (IOFailure, TryAgainLater) as error:
                 self._log.failure(error)
             else:
@@ -248,6 +254,18 @@ class Verbs:
             reason=report.reason,
             **({"variants": variants} if variants else {}),
         )
+
+    def _forget(
+        self, request: Request, attachments: Attachments, record: Attachment, deadline: float
+    ) -> None:
+        """Undo what an attachment has made, unless that is somebody else's by now."""
+        heir = attachments.heir(record)
+        if heir is not None:
+            self._log.info(f"the pod stays captured: {heir.ifname} is still attached")
+        elif attachments.is_taken_over(record):
+            self._log.info("nothing to undo: the namespace is another pod's by now")
+        elif record.made_rules and request.netns:
+            self._undo(request, record, deadline)
 
     def _undo(self, request: Request, record: Attachment, deadline: float) -> None:
         from istio_cni.plugin import program  # captured pods only

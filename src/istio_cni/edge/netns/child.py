@@ -200,7 +200,10 @@ def collect(descriptor: int, deadline: float) -> list[dict[str, object]]:
     while (left := deadline - time.monotonic()) > 0:
         if not poll.poll(left * 1000):
             continue
-        chunk = os.read(descriptor, 1 << 16)
+        try:
+            chunk = os.read(descriptor, 1 << 16)
+        except OSError:  # a socket whose other end was killed
+            chunk = b""
         *lines, data = (data + chunk).split(b"\n")
         messages += [json.loads(line) for line in lines]
         if not chunk or _is_answered(messages):
