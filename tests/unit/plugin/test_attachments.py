@@ -189,13 +189,15 @@ def test_rules_are_another_interface_s_when_their_maker_goes(run_dir: RunDir) ->
     first, second = attachment(), attachment(ifname="net1", made_rules=False)
     run_dir.attachments.write(first)
     run_dir.attachments.write(second)
-    heir = run_dir.attachments.drop(first)
+    heir = run_dir.attachments.heir(first)
     assert heir is not None
-    assert (heir.ifname, heir.made_rules) == ("net1", True)
+    assert heir.ifname == "net1"
+    run_dir.attachments.drop(first)
     record = run_dir.attachments.read("c1", "net1")
     assert record is not None
     assert record.made_rules
-    assert run_dir.attachments.drop(record) is None
+    assert run_dir.attachments.heir(record) is None
+    run_dir.attachments.drop(record)
     assert run_dir.names == []
 
 
@@ -203,9 +205,10 @@ def test_an_interface_that_made_no_rules_hands_none_on(run_dir: RunDir) -> None:
     """Whoever made them keeps them."""
     run_dir.attachments.write(attachment())
     second = attachment(ifname="net1", made_rules=False)
-    heir = run_dir.attachments.drop(second)
+    run_dir.attachments.drop(second)
+    heir = run_dir.attachments.heir(second)
     assert heir is not None
-    assert heir.ifname == "eth0"
+    assert (heir.ifname, heir.made_rules) == ("eth0", True)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_only_records_of_the_same_namespace_share_its_rules(
 ) -> None:
     """Inodes come back; cookies do not."""
     run_dir.attachments.write(attachment(**{"ifname": "net1", **other}))  # type: ignore[arg-type]
-    assert (run_dir.attachments.drop(attachment()) is not None) is shared
+    assert (run_dir.attachments.heir(attachment()) is not None) is shared
 
 
 # -- the lock --------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ def test_trouble_with_the_directory_is_told_once_and_never_raised(tmp_path: Path
     assert list(run_dir.attachments.all()) == []
     assert run_dir.attachments.of_container("c1") == []
     assert not run_dir.attachments.has_traces("c1", "eth0")
-    assert run_dir.attachments.drop(attachment()) is None
+    run_dir.attachments.drop(attachment())
     (warning,) = run_dir.warnings
     assert str(run_dir.path) in warning
     with pytest.raises(IOFailure), run_dir.attachments.lock("c1", time.monotonic()):
