@@ -39,8 +39,8 @@ def program(
         run.sweep()
         if Family.V6 not in used:
             run.warn_of_broken(Family.V6)
-        run.remove_native()
         run.confirm()
+        run.remove_native()  # last: until then what was before can be brought back
         variants = {BASE[family]: used[family] for family in used}
         return Report(variants, run.changed, IPTABLES, choice.reason)
 

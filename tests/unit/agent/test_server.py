@@ -182,7 +182,6 @@ def test_no_descriptors_are_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixt
             assert second.recv(1) == b"2"
 
 
-@pytest.mark.xfail(reason="a thread begins in the namespace of the one that starts it")
 def test_a_stranded_thread_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It would work for the next pod in the wrong namespace."""
     if os.geteuid() != 0:

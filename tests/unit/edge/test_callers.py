@@ -114,7 +114,6 @@ def test_too_many_descriptors_in_many_messages_are_closed(
     assert opened() < before
 
 
-@pytest.mark.xfail(reason="only those of one message are counted")
 def test_descriptors_of_all_messages_count(pair: tuple[Caller, socket.socket]) -> None:
     """Else a caller may take all that this process can have."""
     caller, theirs = pair
