@@ -44,7 +44,7 @@ GRACE_S = 0.5  # after a task's deadline, for the tale of its end
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 IDLE = 3  # processes that wait for a task
 _FORK_PAUSE_S = 0.2
-_LINE_MAX_BYTES = 1 << 12  # of a task, for the workshop; a longer one it need not know whole
+_LINE_MAX_BYTES = 4000  # of a task, for the workshop; a longer one it need not know whole
 _TASK, _MOUNTS = b"t", b"m"
 _TASK_DESCRIPTORS = 3  # where the answer goes, the namespace, the caller
 
@@ -177,10 +177,15 @@ class _Child(NamedTuple):
 
 
 class _Pool:
-    """Processes that wait for a task, and those that have one, by the pipe on which they tell."""
+    """Processes that wait for a task, and those that have one, by the pipe on which they tell.
+
+    While a task is being done, no more is forked than the next one needs: the processors are for
+    the programs.
+    """
 
     def __init__(self, tasks: socket.socket) -> None:
         self._tasks = tasks
+        self._taken: list[bytes] = []  # tasks whose rules may have to be worked out
         self._children: dict[int, _Child] = {}
         self._poll = select.poll()
         self._poll.register(tasks, 0)  # only its end is told
@@ -189,9 +194,12 @@ class _Pool:
         """Replace those that have taken a task, end those that take too long."""
         while True:
             idle = sum(child.deadline == math.inf for child in self._children.values())
+            is_quiet = idle == len(self._children)
             pause_s = 0.0
             try:
-                for _ in range(IDLE - idle):
+                if is_quiet:
+                    self._prepare()
+                for _ in range((IDLE if is_quiet else 1) - idle):
                     self._fork()
             except OSError as error:
                 _complain("", f"no process for iptables: {error.strerror}")
@@ -223,18 +231,23 @@ class _Pool:
                 return True
             line = os.read(descriptor, 1 << 16)
             if line:
-                self._taken(descriptor, line)
+                self._note(descriptor, line)
             else:
                 self._forget(descriptor)
         return False
 
-    def _taken(self, descriptor: int, line: bytes) -> None:
-        """Note until when a process may work, and prepare the next ones for the like."""
+    def _note(self, descriptor: int, line: bytes) -> None:
+        """Note until when a process may work, and at what."""
         self._poll.modify(descriptor, 0)  # only its end is told from now on
-        task = Task.of_json(json.loads(line))
-        self._children[descriptor] = self._children[descriptor]._replace(deadline=task.deadline)
-        with suppress(IstioCNIError):  # the one that has the task says so
-            work.prepare(task)
+        deadline, _, task = line.partition(b" ")
+        self._children[descriptor] = self._children[descriptor]._replace(deadline=float(deadline))
+        self._taken.append(task)
+
+    def _prepare(self) -> None:
+        """Have the rules of tasks of late ready for the like, in processes still to be forked."""
+        while self._taken:
+            with suppress(IstioCNIError):  # the one that had the task has said so
+                work.prepare(Task.of_json(json.loads(self._taken.pop())))
 
     def _end_overdue(self) -> None:
         now = time.monotonic()
@@ -259,7 +272,7 @@ def _wait_for_task(tasks: socket.socket, tell: int) -> None:
     task = Task.of_json(json.loads(line))
     if len(line) > _LINE_MAX_BYTES:  # more than a pipe takes at once
         line = json.dumps(task._replace(config=None).to_json()).encode()
-    os.write(tell, line)
+    os.write(tell, f"{task.deadline} ".encode() + line)
 
     def may_commit() -> None:
         if time.monotonic() >= task.deadline or callers.has_left(caller):
