@@ -44,8 +44,10 @@ MARGIN_S = 1.0  # before the caller stops waiting; half of the time if that is l
 class Declined(Exception):
     """A call that is not for this agent; nothing was touched, and the message says why.
 
-    `word` is that for the metrics.
+    `word` is that for the metrics; `request_id` is "" before it is known.
     """
+
+    request_id = ""
 
     def __init__(self, word: str, why: str) -> None:
         super().__init__(why)
@@ -84,6 +86,7 @@ class Serving(Host):
     ) -> None:
         super().__init__(log)
         left = header.deadline - time.monotonic()
+        self._request_id = header.request_id
         self._node = node
         self._caller = caller
         self._netns = netns
@@ -157,7 +160,8 @@ def answer(node: Node, caller: Caller) -> None:
         status, stdout = call.run()
     except Declined as refused:
         node.metrics.declined(refused.word)
-        LOG.warning("a call is declined: %s", refused)
+        extra = {"request_id": refused.request_id} if refused.request_id else {}
+        LOG.warning("a call is declined: %s", refused, extra=extra)
         caller.answer(frame.reply(frame.DECLINED, 0, str(refused).encode()))
     else:
         caller.answer(frame.reply(frame.DONE, status, stdout))
@@ -199,7 +203,9 @@ class _Call:
                 raise Declined(metrics.OTHER, "the caller has gone")
             status = serve(self._env, lambda: self._stdin, stdout, stderr, verbs, self._report, "")
         if self._host.declined:
-            raise Declined(metrics.OTHER, self._host.declined)
+            declined = Declined(metrics.OTHER, self._host.declined)
+            declined.request_id = self._request_id
+            raise declined
         return status, stdout.getvalue().encode()
 
     def count(self, status: int) -> None:

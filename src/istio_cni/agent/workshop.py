@@ -45,6 +45,7 @@ _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 IDLE = 3  # processes that wait for a task
 _FORK_PAUSE_S = 0.2
 _LINE_MAX_BYTES = 4000  # of a task, for the workshop; a longer one it need not know whole
+_TAKEN = b'{"log": "debug", "msg": "a process of the workshop has taken the task"}\n'
 _TASK, _MOUNTS = b"t", b"m"
 _TASK_DESCRIPTORS = 3  # where the answer goes, the namespace, the caller
 
@@ -81,8 +82,10 @@ class Workshop:
             try:
                 receive.sendall(json.dumps(task.to_json()).encode() + b"\n")
             except OSError as error:  # nobody has taken it
-                raise _closed(error) from error
+                raise _closed(str(error.strerror)) from error
             messages = namespaces.collect(receive.fileno(), task.deadline + GRACE_S)
+        if not messages:
+            raise _closed("nobody takes the task")
         return namespaces.outcome(messages, task.deadline, log)
 
     def open(self, mounts: int | None) -> None:
@@ -98,7 +101,7 @@ class Workshop:
             with self._sending:
                 self._socket.sendmsg([what], rights)
         except OSError as error:
-            raise _closed(error) from error
+            raise _closed(str(error.strerror)) from error
 
     def find_backend(self, log: Log, wait_s: float = FIND_S) -> str:
         """Find out what `auto` means on this node: one of `netconf.NODE_BACKENDS`."""
@@ -126,8 +129,8 @@ class Workshop:
             os.waitpid(self._process, 0)
 
 
-def _closed(error: OSError) -> WorkshopClosed:
-    return WorkshopClosed(f"the agent cannot run iptables: {error.strerror}")
+def _closed(why: str) -> WorkshopClosed:
+    return WorkshopClosed(f"the agent cannot run iptables: {why}")
 
 
 # -- in the workshop -------------------------------------------------------------------------------
@@ -269,6 +272,7 @@ def _wait_for_task(tasks: socket.socket, tell: int) -> None:
         return
     answer, netns, caller = descriptors
     line = _read_line(answer)
+    os.write(answer, _TAKEN)  # from now on something may be touched
     task = Task.of_json(json.loads(line))
     if len(line) > _LINE_MAX_BYTES:  # more than a pipe takes at once
         line = json.dumps(task._replace(config=None).to_json()).encode()

@@ -38,6 +38,8 @@ log = logging.getLogger("istio-iptables")
 def main() -> int:
     """Run the program with the process's arguments; return its exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is half done is undone
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 # closed by whoever started us
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     return run(sys.argv[1:], os.environ)
 
 

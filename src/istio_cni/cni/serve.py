@@ -61,7 +61,11 @@ def serve(
     except Exception as error:  # the one place where a failure becomes the runtime's
         known = _reported(error, command, env.get("CNI_CONTAINERID", ""), report)
         text, status = _refusal(known, error, request_version(stdin)), 1
-    return status if not text or write(stdout, text) else 1
+    if text and not write(stdout, text):
+        unread = IOFailure("the answer cannot be written to stdout: nobody reads it")
+        _reported(unread, command, env.get("CNI_CONTAINERID", ""), report)
+        return 1
+    return status
 
 
 def answer_version() -> str:
