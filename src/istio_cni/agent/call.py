@@ -86,7 +86,6 @@ class Serving(Host):
     ) -> None:
         super().__init__(log)
         left = header.deadline - time.monotonic()
-        self._request_id = header.request_id
         self._node = node
         self._caller = caller
         self._netns = netns
@@ -187,6 +186,7 @@ class _Call:
         _count_descriptors(caller, header)
         self._node = node
         self._caller = caller
+        self._request_id = header.request_id
         self._verb = self._env.get("CNI_COMMAND", "")
         self._log = Log(sink=node.sink, request_id=header.request_id)
         self._host = Serving(node, caller, header, netns, self._log)
