@@ -7,7 +7,7 @@ N ?= 300
 APART := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test e2e bench bundle unit netns equivalence fmt lint types layers check lock ci clean
+.PHONY: help setup demo test e2e bench bundle unit netns equivalence fuzz fmt lint types layers check lock ci clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):.*## /  make \1\t/' | expand -t 20
@@ -46,6 +46,9 @@ netns: $(VENV)/.setup-dev ## tests in network namespaces (root)
 
 equivalence: $(VENV)/.setup-dev ## both back ends against N configurations' connections (root)
 	@EQUIVALENCE_CONFIGURATIONS=$(N) $(BIN)/pytest tests/netns/test_equivalence.py
+
+fuzz: $(VENV)/.setup-dev ## N hostile inputs to the launcher, under sanitizers
+	@$(BIN)/python packaging/launcher.py --fuzz $(N)
 
 fmt: $(VENV)/.setup-dev ## format the code
 	@$(BIN)/ruff format .
