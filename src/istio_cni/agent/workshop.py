@@ -43,6 +43,7 @@ FIND_S = 15.0  # for the trial of each variant, kernel modules included
 GRACE_S = 0.5  # after a task's deadline, for the tale of its end
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 IDLE = 3  # processes that wait for a task
+_REST_S = 0.02  # after a task: its caller is still being answered
 _FORK_PAUSE_S = 0.2
 _LINE_MAX_BYTES = 4000  # of a task, for the workshop; a longer one it need not know whole
 _TAKEN = b'{"log": "debug", "msg": "a process of the workshop has taken the task"}\n'
@@ -195,21 +196,25 @@ class _Pool:
 
     def keep(self) -> None:
         """Replace those that have taken a task, end those that take too long."""
+        has_rested = True
         while True:
             idle = sum(child.deadline == math.inf for child in self._children.values())
             is_quiet = idle == len(self._children)
-            pause_s = 0.0
+            pause_s = _REST_S if is_quiet and not has_rested else math.inf
             try:
-                if is_quiet:
+                if is_quiet and has_rested:
                     self._prepare()
-                for _ in range((IDLE if is_quiet else 1) - idle):
+                for _ in range((IDLE if is_quiet and has_rested else 1) - idle):
                     self._fork()
             except OSError as error:
                 _complain("", f"no process for iptables: {error.strerror}")
                 pause_s = _FORK_PAUSE_S
-            if self._hear(pause_s):
+            events = self._wait(pause_s)
+            if self._tasks.fileno() in events:
                 return
+            self._hear(events)
             self._end_overdue()
+            has_rested = not events
 
     def _fork(self) -> None:
         tell_end, tell = os.pipe()
@@ -225,19 +230,21 @@ class _Pool:
         self._children[tell_end] = _Child(process)
         self._poll.register(tell_end, select.POLLIN)
 
-    def _hear(self, pause_s: float) -> bool:
-        """Wait until something happens; tell whether it is the agent's end."""
-        first = min(child.deadline for child in self._children.values()) if self._children else 0.0
-        left_s = pause_s or max(0.0, first - time.monotonic())
-        for descriptor, _ in self._poll.poll(None if left_s == math.inf else left_s * 1000):
-            if descriptor == self._tasks.fileno():
-                return True
+    def _wait(self, pause_s: float) -> list[int]:
+        """Wait so long, or until a deadline, or until something happens on some descriptors."""
+        deadlines = (child.deadline for child in self._children.values())
+        left_s = max(0.0, min(pause_s, min(deadlines, default=math.inf) - time.monotonic()))
+        events = self._poll.poll(None if left_s == math.inf else left_s * 1000)
+        return [descriptor for descriptor, _ in events]
+
+    def _hear(self, descriptors: list[int]) -> None:
+        """Take note of who has a task now, and of who has ended."""
+        for descriptor in descriptors:
             line = os.read(descriptor, 1 << 16)
             if line:
                 self._note(descriptor, line)
             else:
                 self._forget(descriptor)
-        return False
 
     def _note(self, descriptor: int, line: bytes) -> None:
         """Note until when a process may work, and at what."""
