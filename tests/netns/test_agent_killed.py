@@ -152,8 +152,10 @@ def test_pods_start_whoever_is_killed(
 
 def kill_workshop(agent: Agent) -> None:
     """Kill an agent's workshop, and wait until all that it had are gone."""
+    workshop = agent.workshop()
+    os.kill(workshop, signal.SIGSTOP)  # it forks no more
     gone = agent.family()[1:]
-    os.kill(agent.workshop(), signal.SIGKILL)
+    os.kill(workshop, signal.SIGKILL)
     wait(lambda: not any(map(is_alive, gone)), "it is gone")
 
 

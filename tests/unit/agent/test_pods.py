@@ -24,6 +24,9 @@ PATIENCE = Patience(connect_s=1.0, answer_s=1.0, list_s=5.0, idle_s=10.0, watch_
 PACE = Pace(first_s=0.005, most_s=0.02, lasting_s=0.0)
 Start = Callable[..., PodCache]
 
+# ssl.SSLSocket leaves a socket open whose peer went before the handshake
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.fixture
 def server() -> Iterator[FakeWatchServer]:
@@ -278,9 +281,6 @@ def test_a_server_in_trouble_is_tried_again(
     assert watches(server) == ["104"] * 5
 
 
-@pytest.mark.filterwarnings(  # ssl.SSLSocket leaves one open whose peer went before the handshake
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)
 def test_a_server_that_was_away_is_found_again(server: FakeWatchServer, start: Start) -> None:
     """Under the same address; the cache answers meanwhile and grows older."""
     cache = start()
