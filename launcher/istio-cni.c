@@ -1,9 +1,9 @@
 /* istio-cni: what the runtime starts for every pod and verb. It hands the call to the node agent;
  * where no agent answers, the plugin's bundle beside it runs in its place.
  *
- * A Python process takes 12 ms to its first line, this one half of one. It needs nothing of the
- * node's, not even a libc, reads the meaning of two variables only, and leaves stdin, answers and
- * errors to the plugin. docs/launcher.md tells what it does, in order.
+ * It takes a twentieth of the time that a Python process takes to its first line. It needs nothing
+ * of the node's, not even a libc, reads the meaning of two variables only, and leaves stdin, answers
+ * and errors to the plugin. docs/launcher.md tells what it does, in order.
  */
 #define _GNU_SOURCE
 

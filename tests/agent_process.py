@@ -48,7 +48,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     workshop = Workshop()
-    workshop.open(None)
+    workshop.begin(None)
     output = log.start(arguments.level)
     own = proc.namespace(proc.OWN_NETNS)  # where the tests call from, unless said otherwise
     assert own is not None

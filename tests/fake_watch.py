@@ -22,7 +22,8 @@ import threading
 import time
 import urllib.parse
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 from certificates import authority
@@ -284,3 +285,13 @@ def _node(query: dict[str, str]) -> str | None:
 def _is_on(node: str | None, pod: Pod) -> bool:
     spec: Any = pod["spec"]
     return node is None or spec.get("nodeName") == node
+
+
+@contextmanager
+def serving_pods() -> Iterator[FakeWatchServer]:
+    """Serve three pods of this node and one of another."""
+    with FakeWatchServer() as server:
+        for name in ("a", "b", "c"):
+            server.put(pod("shop", name, f"uid-{name}"))
+        server.put(pod("shop", "d", "uid-d", node="node-2"))
+        yield server

@@ -61,6 +61,7 @@ POD_ANNOTATIONS_CAPABILITY = "io.kubernetes.cri.pod-annotations"
 # -- files -------------------------------------------------------------------------------------
 RUN_DIR = "/var/run/istio-cni"
 KUBECONFIG_FILE = "istio-cni-kubeconfig"
+LOG_SOCKET = "log.sock"  # where the node agent takes lines of plugin processes
 LOG_FILE = "istio-cni.log"
 LOG_FILE_BYTES = 10 * 1024 * 1024  # then it is rotated; one backup, kept two days
 LOG_BACKUP_MAX_AGE_S = 2 * 24 * 3600

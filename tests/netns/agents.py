@@ -19,11 +19,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import pytest
+
 from launcher_agent import LIMIT, REPLY, REQUEST, VERSION
+from waiting import wait
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 OWN_NETNS = "/proc/self/ns/net"
@@ -327,9 +330,8 @@ def is_stopped(process: int) -> bool:
     return all(_state(f"{process}/task/{task}") in "TZX" for task in tasks)
 
 
-def wait(condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-    """Wait until a condition holds."""
-    limit = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < limit, what
-        time.sleep(0.01)
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    """Run an agent that logs as on a node."""
+    with Agent(tmp_path, "--level=info") as running:
+        yield running

@@ -127,3 +127,11 @@ def opened(trace: Path, loader: str) -> set[str]:
     _, _, after = trace.read_text().partition(f'execve("{loader}"')
     assert after, "the loader was not started"
     return set(OPENED.findall(after))
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> BareNode:
+    """Make a node of an empty root and the bundle, with a pod of the mesh."""
+    bare = BareNode(tmp_path, bundle())
+    bare.node.add_pod(env=[DUAL_STACK])
+    return bare

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import pytest
 
 from namespaces import inside
-from netns.agents import Agent, is_alive, is_serving, wait
+from netns.agents import Agent, is_alive, is_serving
 from netns.plugin import JSON, WEB, Answer, Node, Pod, Way, give_address
 from netns.ways import install
+from waiting import wait
 
 pytestmark = pytest.mark.netns
 

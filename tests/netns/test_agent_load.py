@@ -19,7 +19,7 @@ import pytest
 
 from launcher_agent import LIMIT
 from namespaces import inside
-from netns.agents import OWN_NETNS, Agent, Reply, Rest, ask, call, opened
+from netns.agents import OWN_NETNS, Agent, Reply, Rest, agent, ask, call, opened
 from netns.plugin import (
     JSON,
     Answer,
@@ -35,19 +35,13 @@ from netns.plugin import (
 )
 from netns.ways import install
 
+__all__ = ["agent"]  # a fixture
 pytestmark = pytest.mark.netns
 
 ROUNDS = int(os.environ.get("AGENT_ROUNDS") or 200)
 PODS = 110  # the kubelet's limit
 WITHIN_S = 2.0
 MAY_GROW_KIB = 1024
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    """Run an agent that logs as on a node."""
-    with Agent(tmp_path, "--level=info") as running:
-        yield running
 
 
 @pytest.fixture

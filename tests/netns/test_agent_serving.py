@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fake_apiserver import FakeApiServer, Reply
 from namespaces import inside
-from netns.agents import Agent, is_alive, is_serving, wait
+from netns.agents import Agent, agent, is_alive, is_serving
 from netns.plugin import (
     JSON,
     PROGRAM,
@@ -31,18 +31,13 @@ from netns.plugin import (
     stdin,
 )
 from netns.ways import install
+from waiting import wait
 
+__all__ = ["agent"]  # a fixture
 pytestmark = pytest.mark.netns
 
 BACKENDS = ("nftables", "iptables")
 PODS = 6
-
-
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Agent]:
-    """Run an agent that logs as on a node."""
-    with Agent(tmp_path, "--level=info") as running:
-        yield running
 
 
 @pytest.fixture

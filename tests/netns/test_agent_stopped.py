@@ -27,7 +27,6 @@ from netns.agents import (
     is_serving,
     opened,
     send,
-    wait,
 )
 from netns.plugin import (
     JSON,
@@ -43,6 +42,7 @@ from netns.plugin import (
     stdin,
 )
 from netns.ways import install
+from waiting import wait
 
 pytestmark = pytest.mark.netns
 
@@ -230,16 +230,12 @@ def test_a_del_that_goes_on_too_late_spares_the_next_add(
             assert added(before, after) == []
 
 
-def test_a_switch_of_the_back_end_that_nobody_waits_for_is_taken_back(
-    story: Callable[[str, str], Story],
-) -> None:
-    """The former rules capture all the time, and nothing is dropped."""
-    told = story("after the batch", "nftables")
+def give_up_a_switch(told: Story, former: JSON) -> tuple[Seen, Seen]:
+    """Give up an ADD of a pod that another configuration captures; return both views of it."""
     told.node.add_pod(env=[DUAL_STACK])
     with told.agent as agent:
-        former = told.node.config(backend="iptables")
         assert told.node.call("ADD", told.netns, config=former).status == 0
-        wanted = told.see()
+        before = told.see()
         resting = agent.rest()
         give_up = told.begin("ADD")
         stopped = told.stop()
@@ -247,9 +243,18 @@ def test_a_switch_of_the_back_end_that_nobody_waits_for_is_taken_back(
         agent.resume(stopped)
         assert is_serving(agent.socket)
         assert agent.rest(resting) == resting
-        after = told.see()
-        assert (after.iptables, after.nft) == (wanted.iptables, wanted.nft)
-        assert told.node.call("CHECK", told.netns, config=former).silent
+        return before, told.see()
+
+
+def test_a_switch_of_the_back_end_that_nobody_waits_for_is_taken_back(
+    story: Callable[[str, str], Story],
+) -> None:
+    """The former rules capture all the time, and nothing is dropped."""
+    told = story("after the batch", "nftables")
+    former = told.node.config(backend="iptables")
+    before, after = give_up_a_switch(told, former)
+    assert (after.iptables, after.nft) == (before.iptables, before.nft)
+    assert told.node.call("CHECK", told.netns, config=former).silent
 
 
 def test_a_captured_pod_stays_so_when_a_switch_to_iptables_is_given_up(
@@ -257,22 +262,11 @@ def test_a_captured_pod_stays_so_when_a_switch_to_iptables_is_given_up(
 ) -> None:
     """Our tables go last; whoever gives up right then has the new rules, or the former ones."""
     told = story("after the batch", "iptables")
-    told.node.add_pod(env=[DUAL_STACK])
-    with told.agent as agent:
-        former = told.node.config(backend="nftables")
-        assert told.node.call("ADD", told.netns, config=former).status == 0
-        resting = agent.rest()
-        give_up = told.begin("ADD")
-        stopped = told.stop()
-        give_up()
-        agent.resume(stopped)
-        assert is_serving(agent.socket)
-        assert agent.rest(resting) == resting
-        after = told.see()
-        by_iptables = "-A OUTPUT -j ISTIO_OUTPUT" in after.iptables
-        assert by_iptables or "table inet istio-proxy-nat" in after.nft
-        assert "DROP" not in "".join(after.iptables)
-        assert told.in_process("ADD").status == 0
+    _, after = give_up_a_switch(told, told.node.config(backend="nftables"))
+    by_iptables = "-A OUTPUT -j ISTIO_OUTPUT" in after.iptables
+    assert by_iptables or "table inet istio-proxy-nat" in after.nft
+    assert "DROP" not in "".join(after.iptables)
+    assert told.in_process("ADD").status == 0
 
 
 # -- at any moment ---------------------------------------------------------------------------------

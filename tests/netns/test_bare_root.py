@@ -6,12 +6,11 @@ The pods' connections are made from outside, where there are programs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from namespaces import inside
-from netns.bare_root import DUAL_STACK, BareNode, bundle
+from netns.bare_root import DUAL_STACK, BareNode, bare
 from netns.plugin import JSON, Answer
 from netns.traffic import (
     APPLICATION,
@@ -34,15 +33,8 @@ from netns.traffic import (
     wired,
 )
 
+__all__ = ["bare"]  # a fixture
 pytestmark = pytest.mark.netns
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> BareNode:
-    """Make a node of an empty root and the bundle, with a pod of the mesh."""
-    bare = BareNode(tmp_path, bundle())
-    bare.node.add_pod(env=[DUAL_STACK])
-    return bare
 
 
 @pytest.fixture

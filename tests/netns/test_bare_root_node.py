@@ -15,9 +15,10 @@ import pytest
 from fake_apiserver import FakeApiServer
 from istio_cni.constants import LAUNCHER_FILE
 from namespaces import inside
-from netns.bare_root import DUAL_STACK, BareNode, bundle, opened, portable
+from netns.bare_root import DUAL_STACK, BareNode, bare, bundle, opened, portable
 from netns.plugin import Answer, Node, environment, stdin
 
+__all__ = ["bare"]  # a fixture
 pytestmark = pytest.mark.netns
 
 NFTABLES = {"backend": "nftables"}
@@ -32,14 +33,6 @@ HOSTILE = """\
 #include <fcntl.h>
 __attribute__((constructor)) static void loaded(void) { open("/loaded", O_CREAT | O_WRONLY, 0600); }
 """
-
-
-@pytest.fixture
-def bare(tmp_path: Path) -> BareNode:
-    """Make a node of an empty root and the bundle, with a pod of the mesh in a file."""
-    bare = BareNode(tmp_path, bundle())
-    bare.node.add_pod(env=[DUAL_STACK])
-    return bare
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from netns.plugin import (
     stdin,
 )
 from netns.programming import wait_until, with_binds, wrap
+from waiting import wait
 
 pytestmark = pytest.mark.netns
 
@@ -346,14 +347,6 @@ def test_the_last_interface_takes_the_rules_with_it(node: Node, captured: str) -
 
 
 # -- killed, and many at once ----------------------------------------------------------------------
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds, at once in a plugin's process."""
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.01)
 
 
 def test_add_may_be_killed_at_any_moment(node: Node, pod_netns: str) -> None:

@@ -20,6 +20,7 @@ from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop, WorkshopClosed
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
+from istio_cni.edge import callers
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.callers import Caller
 from istio_cni.errors import DecodingFailure, GivenUp, IstioCNIError
@@ -81,6 +82,8 @@ class Serving(Host):
 
     __slots__ = ("_caller", "_deadline", "_netns", "_node", "declined", "phases", "turn")
 
+    may_be_left = True
+
     def __init__(
         self, node: Node, caller: Caller, header: frame.Header, netns: int | OSError, log: Log
     ) -> None:
@@ -139,17 +142,9 @@ class Serving(Host):
         except WorkshopClosed as error:
             self.decline(error.msg)
 
-    @property
-    def may_commit(self) -> Callable[[], None]:
-        """What raises once the caller has gone, or is about to."""
-        return self.confirm
-
     def confirm(self) -> None:
         """Raise GivenUp once the caller has gone, or is about to."""
-        if time.monotonic() >= self._deadline:
-            raise GivenUp("the caller stops waiting; nothing is changed any more")
-        if self._caller.has_left():
-            raise GivenUp("the caller has gone; nothing is changed any more")
+        callers.confirm(self._caller.fileno(), self._deadline)
 
 
 def answer(node: Node, caller: Caller) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from istio_cni.agent import call, log, node
@@ -29,18 +28,26 @@ from istio_cni.errors import IOFailure, IstioCNIError
 from istio_cni.install.run import LOOK_EVERY_S, Installer
 
 LOG = logging.getLogger("cni-agent")
-END = (signal.SIGTERM, signal.SIGINT)  # blocked since the start of the program
 FINISH_S = 10.0  # for calls that were taken in; as long as the slowest may take
 
 
-def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop: Workshop) -> None:
-    """Install, serve, look every second, and take everything away when it is time to end."""
+def run(
+    settings: Settings,
+    env: Mapping[str, str],
+    output: log.Output,
+    workshop: Workshop,
+    is_over: Callable[[float], bool],
+) -> None:
+    """Install, serve, look every second, and take everything away when it is time to end.
+
+    `is_over` waits so many seconds at most, and tells whether it is.
+    """
     pod = node.own_pod(settings, env)
     LOG.info("install-cni %s", VERSION, extra={"settings": settings.effective()})
     if wishes := settings.repair_wishes():
         LOG.warning("repair is not part of this version; set in vain: %s", ", ".join(wishes))
     view = node.view(settings)
-    workshop.open(view.mounts)
+    workshop.begin(view.mounts)
     node_backend = _node_backend(settings, workshop)
     metrics = Metrics()
     installer = Installer(node.parts(settings, env, pod, node_backend), metrics.installed)
@@ -62,7 +69,7 @@ def run(settings: Settings, env: Mapping[str, str], output: log.Output, workshop
             )
             _serve_launcher(settings, shared, undo)
         delay_s, settled = 0.0, False
-        while signal.sigtimedwait(END, delay_s) is None:
+        while not is_over(delay_s):
             installer.look()
             if not settled and (cache is None or cache.is_synced):
                 settled = True

@@ -6,12 +6,12 @@ import os
 import struct
 from typing import NamedTuple
 
+from istio_cni.constants import STDIN_MAX_BYTES
 from istio_cni.errors import DecodingFailure
 
 MAGIC = 0x494E4349
 VERSION = 1
 ENVIRONMENT_MAX_BYTES = 1 << 20
-STDIN_MAX_BYTES = 1 << 24
 ANSWER_MAX_BYTES = STDIN_MAX_BYTES + (1 << 16)
 DONE, DECLINED = 1, 2
 PREFIX = "CNI_"

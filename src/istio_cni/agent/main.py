@@ -45,7 +45,7 @@ def _run(workshop: Workshop) -> int:
     try:
         settings = read_settings(sys.argv[1:], os.environ)
         output = log.start(settings.log_level)
-        daemon.run(settings, os.environ, output, workshop)
+        daemon.run(settings, os.environ, output, workshop, _is_over)
     except InvalidSettings as error:
         sys.stderr.writelines(f"install-cni: {problem}\n" for problem in error.problems)
         return 2
@@ -55,6 +55,11 @@ def _run(workshop: Workshop) -> int:
         sys.stderr.write(f"install-cni: {known.msg}\n")
         return 1
     return 0
+
+
+def _is_over(wait_s: float) -> bool:
+    """Wait for a signal, that long at most; tell whether it came."""
+    return signal.sigtimedwait(END, wait_s) is not None
 
 
 if __name__ == "__main__":

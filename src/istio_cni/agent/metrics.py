@@ -27,9 +27,10 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 
 from istio_cni.cni.request import VERBS
 from istio_cni.errors import IstioCNIError
+from istio_cni.plugin.host import DECIDE, LOOK_UP, PROGRAM
 
 OTHER = "other"
-QUEUE, LOOK_UP, DECIDE, PROGRAM, TOTAL = "queue", "lookup", "decide", "program", "total"
+QUEUE, TOTAL = "queue", "total"  # beside the phases that hosts know
 PHASES = (QUEUE, LOOK_UP, DECIDE, PROGRAM, TOTAL)
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 FALLBACKS = (
@@ -37,8 +38,7 @@ FALLBACKS = (
     OTHER,
 )  # launcher/istio-cni.c
 UNTRUSTED, MALFORMED, UNKNOWN_VERSION = "untrusted", "malformed", "version"
-QUEUE_FULL, STOPPING = "queue_full", "stopping"
-DECLINED = (UNTRUSTED, MALFORMED, UNKNOWN_VERSION, QUEUE_FULL, STOPPING, OTHER)
+DECLINED = (UNTRUSTED, MALFORMED, UNKNOWN_VERSION, OTHER)
 SUCCESS = "SUCCESS"
 FAILURES = {
     "Bundle": "COPY_BINARIES_FAILURE",

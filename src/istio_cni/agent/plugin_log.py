@@ -21,11 +21,10 @@ from collections.abc import Callable, Mapping
 
 from istio_cni.agent import log
 from istio_cni.agent.serving import BACKLOG, BoundedServer, Handler
-from istio_cni.constants import QUOTED_MAX_BYTES
+from istio_cni.constants import LOG_SOCKET, QUOTED_MAX_BYTES
 from istio_cni.edge.callers import Listening, peer_uid
 from istio_cni.edge.logsocket import REQUEST_MAX_BYTES, URL_PATH
 from istio_cni.errors import quoted
-from istio_cni.plugin.log import SOCKET_FILE
 
 LOG = logging.getLogger("cni-agent")
 SCOPE = "cni-plugin"
@@ -156,7 +155,7 @@ class PluginLog(BoundedServer):
 
     def __init__(self, run_dir: str, lines: Lines) -> None:
         self.lines = lines
-        self._listening = Listening(os.path.join(run_dir, SOCKET_FILE), backlog=BACKLOG)
+        self._listening = Listening(os.path.join(run_dir, LOG_SOCKET), backlog=BACKLOG)
         super().__init__(self._listening.socket, _Post, "plugin-log")
 
     def verify_request(self, request: object, client_address: object) -> bool:

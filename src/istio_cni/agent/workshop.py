@@ -24,13 +24,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
-from istio_cni.errors import GivenUp, IstioCNIError, TryAgainLater
+from istio_cni.errors import IstioCNIError, TryAgainLater
 from istio_cni.plugin import work
 from istio_cni.plugin.work import Task
 
@@ -89,7 +89,7 @@ class Workshop:
             raise _closed("nobody takes the task")
         return namespaces.outcome(messages, task.deadline, log)
 
-    def open(self, mounts: int | None) -> None:
+    def begin(self, mounts: int | None) -> None:
         """Begin; `mounts` is a descriptor of the node's mount namespace, None where that is ours.
 
         Raises WorkshopClosed.
@@ -107,21 +107,10 @@ class Workshop:
     def find_backend(self, log: Log, wait_s: float = FIND_S) -> str:
         """Find out what `auto` means on this node: one of `netconf.NODE_BACKENDS`."""
         task = Task(work.FIND, "", time.monotonic() + wait_s)
-        own = os.open(proc.OWN_NETNS, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with self._nobody() as caller:
-                answer = self.run(task, own, caller, log)
-        finally:
-            os.close(own)
+        caller, stays = socket.socketpair()  # one that does not leave
+        with caller, stays, open(proc.OWN_NETNS, "rb") as own:
+            answer = self.run(task, own.fileno(), caller.fileno(), log)
         return str(answer["backend"]) if isinstance(answer, dict) else ""
-
-    @staticmethod
-    @contextmanager
-    def _nobody() -> Iterator[int]:
-        """Be a caller that does not leave."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            yield ours.fileno()
 
     def close(self) -> None:
         """End the workshop, and wait for it."""
@@ -285,12 +274,8 @@ def _wait_for_task(tasks: socket.socket, tell: int) -> None:
         line = json.dumps(task._replace(config=None).to_json()).encode()
     os.write(tell, f"{task.deadline} ".encode() + line)
 
-    def may_commit() -> None:
-        if time.monotonic() >= task.deadline or callers.has_left(caller):
-            raise GivenUp("the caller has gone; nothing is changed any more")
-
     def inside(inside: Inside) -> object:
-        return work.run(task, inside, may_commit, prove=False)
+        return work.run(task, inside, lambda: callers.confirm(caller, task.deadline), prove=False)
 
     namespaces.run_and_report(inside, netns, answer)
 

@@ -13,7 +13,6 @@ from istio_cni.capture.backend import (
     Choice,
     Report,
     choose,
-    may_hold_iptables,
     ours_native,
 )
 from istio_cni.capture.session import REFUSE, REPLACE, REWRITE, ROLLBACK_S, Log, changing
@@ -36,7 +35,6 @@ __all__ = [
     "choose",
     "clean_up",
     "holders",
-    "may_start_programs",
     "prepare",
     "program",
     "refuse_impossible",
@@ -103,11 +101,6 @@ def check(net: Netfilter, config: CaptureConfig, backend: str, variants: dict[st
     wanted = routing.wanted(config)
     with netlink.Route() as route:
         return routing.difference(routing.read(route, wanted), wanted)
-
-
-def may_start_programs(backend: str = NFTABLES) -> bool:
-    """Tell whether work in the present namespace by a back end would start programs of iptables."""
-    return backend != NFTABLES or may_hold_iptables(netlink.nft_tables())
 
 
 def holders(net: Netfilter) -> tuple[str, dict[str, str]]:

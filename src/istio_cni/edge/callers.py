@@ -16,7 +16,7 @@ import struct
 import time
 from contextlib import suppress
 
-from istio_cni.errors import DecodingFailure, IOFailure, quoted
+from istio_cni.errors import DecodingFailure, GivenUp, IOFailure, quoted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -108,6 +108,14 @@ def peer_uid(connection: socket.socket) -> int:
     """Return the user at the other end of a connection, as the kernel says."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(raw)[1])
+
+
+def confirm(connection: int, deadline: float) -> None:
+    """Raise GivenUp once the other end of a connection is closed, or a deadline has passed."""
+    if time.monotonic() >= deadline:
+        raise GivenUp("the caller stops waiting; nothing is changed any more")
+    if has_left(connection):
+        raise GivenUp("the caller has gone; nothing is changed any more")
 
 
 def has_left(connection: int) -> bool:

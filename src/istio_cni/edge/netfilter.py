@@ -82,6 +82,10 @@ class CommandFailed(ProgrammingFailed):
         return self.status == 4 and not any(words in self.stderr for words in lasting)
 
 
+class NeedsPrograms(Exception):
+    """Work turned out to need programs of iptables, where none may be started."""
+
+
 class Tool:
     """One usable set of programs for a family: `iptables-nft`, its `-save` and its `-restore`."""
 
@@ -122,11 +126,13 @@ class Netfilter:
     waited for, `lock_wait_s` seconds. `keep` is a descriptor that programs inherit, so that the
     apply lock outlives a killed parent until they have ended. `may_commit` is called right before
     every change, and raises where nobody wants it any more; None: somebody does in any case. With
-    `prove`, what was loaded is read back also where there was nothing before.
+    `prove`, what was loaded is read back also where there was nothing before. Who may not start
+    programs gets NeedsPrograms where one would be, which is before any change.
     """
 
     __slots__ = (
         "_found",
+        "_may_start",
         "_shadow",
         "deadline",
         "keep",
@@ -149,7 +155,9 @@ class Netfilter:
         shadow_lock: Callable[[str], bool] | None = None,
         may_commit: Callable[[], None] | None = None,
         prove: bool = True,
+        may_start_programs: bool = True,
     ) -> None:
+        self._may_start = may_start_programs
         self.prove = prove
         self.may_commit = may_commit
         self.deadline = deadline
@@ -280,6 +288,8 @@ class Netfilter:
     def _start(self, argv: list[str], name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
         import subprocess  # captured pods with the iptables back end only
 
+        if not self._may_start:
+            raise NeedsPrograms
         if self.deadline <= time.monotonic():
             raise TryAgainLater(f"no time left to run {name}")
         try:

@@ -79,20 +79,27 @@ class Attachment:
 class Attachments:
     """The records in a run dir; `log(level, message)` is told of trouble with it, once."""
 
-    __slots__ = ("_log", "_told", "directory")
+    __slots__ = ("_is_made", "_log", "_told", "directory")
 
     def __init__(self, run_dir: str, log: Log) -> None:
         self.directory = os.path.join(run_dir, ATTACHMENTS_DIR)
         self._log = log
         self._told = False
+        self._is_made = False
 
     def lock(self, container_id: str, deadline: float) -> files.FileLock:
         """Return the lock that keeps calls for one container apart.
 
         Raises IOFailure here or when it is entered, and then also TryAgainLater.
         """
-        files.make_directory(self.directory)
+        self._make_directory()
         return files.FileLock(self._path(_lock_name(container_id)), deadline)
+
+    def _make_directory(self) -> None:
+        """Make the directory, once a call. Raises IOFailure."""
+        if not self._is_made:
+            files.make_directory(self.directory)
+            self._is_made = True
 
     def has_traces(self, container_id: str, ifname: str) -> bool:
         """Tell whether there is a record, or the lock or half a record of a call under way.
@@ -111,7 +118,7 @@ class Attachments:
         document = {name: getattr(attachment, name) for name in Attachment.__slots__}
         path = self._path(_name(attachment.container_id, attachment.ifname))
         try:
-            files.make_directory(self.directory)
+            self._make_directory()
             content = json.dumps(document).encode()
             files.write_whole(path, content, flush=False)  # a crash takes the namespace with it
         except IOFailure as error:

@@ -14,8 +14,6 @@ from istio_cni.plugin import source
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from istio_cni.cni.request import Request
     from istio_cni.plugin.log import Log
     from istio_cni.plugin.netconf import Netconf
@@ -26,13 +24,15 @@ LOOK_UP, DECIDE, PROGRAM = "lookup", "decide", "program"
 
 
 class Host:
-    """The plugin's own process, which lives for one call and programs its pod without being asked.
+    """The plugin's own process, which lives for one call.
 
     `netns_override` allows its own network namespace, never the host's. `node_backend` is what
     `auto` means on this node (`netconf.NODE_BACKENDS`), "" if nobody has found out.
     """
 
     __slots__ = ("_override", "log", "node_backend")
+
+    may_be_left = False  # whoever asked may go on alone meanwhile, and `confirm` tells
 
     def __init__(self, log: Log, *, netns_override: bool = False) -> None:
         self.log = log
@@ -85,8 +85,3 @@ class Host:
 
     def confirm(self) -> None:
         """Raise GivenUp if whoever asked has gone; this process does all that is done."""
-
-    @property
-    def may_commit(self) -> Callable[[], None] | None:
-        """What raises if whoever asked has given up; None: this process does all that is done."""
-        return None

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from istio_cni.errors import IstioCNIError
 
-SOCKET_FILE = "log.sock"  # in the run dir: where the node agent takes lines
 _RANK = {"debug": 0, "info": 1, "warn": 2, "error": 3, "fatal": 4, "none": 9}
 _STREAM_WAIT_S = 0.2  # for whoever reads stderr
 _PIPE_BUF = 4096  # bytes that a writable pipe takes at once
@@ -144,7 +143,7 @@ class Log:
         self._kept = None
         from istio_cni.edge import logsocket  # where there is an agent
 
-        logsocket.send(self._directory, SOCKET_FILE, [text for _, text in kept.lines])
+        logsocket.send(self._directory, constants.LOG_SOCKET, [text for _, text in kept.lines])
 
     def _append(self, text: str) -> None:
         """Append a line to the rolling file; what goes wrong there is nobody's failure."""
@@ -214,7 +213,7 @@ def _takes(stream: TextIO, deadline: float) -> bool:
 def _is_socket(directory: str) -> bool:
     """Tell whether there is an agent that takes lines; one system call where there is none."""
     try:
-        mode = os.lstat(os.path.join(directory, SOCKET_FILE)).st_mode if directory else 0
+        mode = os.lstat(os.path.join(directory, constants.LOG_SOCKET)).st_mode if directory else 0
     except (OSError, ValueError):  # ValueError: no path at all
         return False
     return mode & 0o170000 == 0o140000  # the module `stat` would cost a load

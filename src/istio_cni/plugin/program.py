@@ -2,18 +2,19 @@
 
 Everything here costs a captured pod only. Where programs of iptables are to be started, the work
 runs in a child process that is inside the namespace; where nf_tables is all there is, this thread
-goes there itself. What is found there (addresses, tools) comes back with the report.
+goes there itself, and finds out in passing if it is not. What is found there (addresses, tools)
+comes back with the report.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from istio_cni.capture import apply
 from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netns as namespaces
-from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netfilter import NeedsPrograms, Netfilter
 from istio_cni.errors import InternalError, Interrupted, IOFailure
 from istio_cni.plugin import work
 from istio_cni.plugin.attachments import Attachment
@@ -131,11 +132,15 @@ def _strings(value: object) -> list[str]:
 def _inside(
     host: Host, netns: int, task: Task, choose: Callable[[Netfilter], apply.Choice]
 ) -> dict[str, object]:
-    """Choose a back end in the namespace, and work there; in a child if it starts programs."""
+    """Choose a back end in the namespace, and work there; in a child once programs are needed."""
     with namespaces.visiting(netns):
         task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
-        if not apply.may_start_programs(task.choice.name):
-            return work.run(task, namespaces.Inside(host.log.write), host.may_commit)
+        if task.choice.name == apply.NFTABLES:
+            confirm = host.confirm if host.may_be_left else None
+            with suppress(NeedsPrograms):
+                return work.run(
+                    task, namespaces.Inside(host.log.write), confirm, may_start_programs=False
+                )
     answer = host.run_inside(task, netns)
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")

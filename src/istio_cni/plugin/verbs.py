@@ -95,7 +95,7 @@ class Verbs:
                 self._forget(request, attachments, record, deadline)
             except GivenUp:
                 raise  # the record stays, for whoever goes on
-            except IstioCNIError:
+            except Exception:
                 attachments.drop(record)
                 raise
             attachments.drop(record)

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 PROGRAM, CLEAN_UP, COMPARE, COMPARE_ANY = "program", "clean up", "compare", "compare any"
 FIND = "find"
+LEFT_OUT = (
+    "IPv6 is not captured: the pod's first address is IPv4; "
+    "ISTIO_DUAL_STACK on the proxy captures both"
+)
 NOTHING = apply.Choice("", "")
 
 
@@ -74,10 +78,11 @@ def run(
     may_commit: Callable[[], None] | None = None,
     *,
     prove: bool = True,
+    may_start_programs: bool = True,
 ) -> dict[str, object]:
     """Do a task in the present namespace; part of the time is kept for a roll-back.
 
-    `may_commit` and `prove` are those of `Netfilter`.
+    The last three are those of `Netfilter`.
     """
     left = task.deadline - time.monotonic()
     net = Netfilter(
@@ -87,13 +92,16 @@ def run(
         shadow_lock=inside.shadow_lock,
         may_commit=may_commit,
         prove=prove,
+        may_start_programs=may_start_programs,
     )
     return _WORK[task.name](task, inside, net)
 
 
 def _program(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
-    config = _with_families(_config(task), inside)
+    config, left_out = _with_families(_config(task))
     report = apply.program(net, config, inside.log, task.choice)
+    if left_out:
+        inside.log("warn", left_out)
     return {
         "settings": to_settings(config),
         **report._asdict(),
@@ -115,8 +123,8 @@ def _compare(task: Task, _: Inside, net: Netfilter) -> dict[str, object]:
     return {"difference": apply.check(net, _config(task), task.choice.name, variants)}
 
 
-def _compare_any(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
-    wanted = _with_families(_config(task), inside)
+def _compare_any(task: Task, _: Inside, net: Netfilter) -> dict[str, object]:
+    wanted = _with_families(_config(task))[0]
     return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
 
@@ -146,15 +154,10 @@ def _is_the_same(task: Task) -> bool:
     return not task.cookie or netlink.namespace_cookie() == task.cookie
 
 
-def _with_families(config: CaptureConfig, inside: Inside) -> CaptureConfig:
-    """Decide by the pod's own addresses whether IPv6 is captured; tell if some of it is not."""
+def _with_families(config: CaptureConfig) -> tuple[CaptureConfig, str]:
+    """Decide by the pod's own addresses whether IPv6 is captured; say if some of it is not."""
     with netlink.Route() as route:
         addresses = [there.address for there in route.addresses()]
     _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
-    if not ipv6 and detect.host_address(addresses, dual_stack=True)[1]:
-        inside.log(
-            "warn",
-            "IPv6 is not captured: the pod's first address is IPv4; "
-            "ISTIO_DUAL_STACK on the proxy captures both",
-        )
-    return config._replace(ipv6=ipv6)
+    is_left_out = not ipv6 and detect.host_address(addresses, dual_stack=True)[1]
+    return config._replace(ipv6=ipv6), LEFT_OUT if is_left_out else ""

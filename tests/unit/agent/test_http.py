@@ -7,13 +7,14 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from istio_cni.agent import serving
 from istio_cni.agent.health import HealthServer, serve_monitoring
 from istio_cni.agent.metrics import Metrics
+from waiting import wait
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 
@@ -34,14 +35,6 @@ def get(port: int, path: str, **headers: str) -> tuple[int, str, str]:
         return answer.status, answer.headers["Content-Type"], answer.read().decode()
     finally:
         connection.close()
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -189,11 +182,11 @@ def test_where_no_connection_makes_room_a_new_one_is_refused(
     clients = idle(server, 2)
     for client in clients:
         client.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
-    wait(lambda: len(entered) == 2)
+    wait(lambda: len(entered) == 2, "both are served")
     with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
         get(port_of(server), "/healthz")
     gate.set()
-    wait(lambda: get(port_of(server), "/healthz")[0] == 200)
+    wait(lambda: get(port_of(server), "/healthz")[0] == 200, "there is room again")
     for client in clients:
         client.close()
     server.close()
@@ -215,7 +208,7 @@ def test_connections_are_forgotten_when_they_end(server: HealthServer) -> None:
     """Or the server would be full one day."""
     for _ in range(2 * serving.CONNECTIONS_MAX):
         assert get(port_of(server), "/healthz")[0] == 200
-    wait(lambda: server.connections == 0)
+    wait(lambda: server.connections == 0, "all have ended")
 
 
 def test_without_descriptors_the_server_goes_on_later(

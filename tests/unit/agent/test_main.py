@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,9 @@ import pytest
 from certificates import authority
 from fake_apiserver import FakeApiServer, Reply
 from istio_cni.edge.kube import load_kubeconfig
+from waiting import PATIENCE_S, wait
 
 LIST = {"cniVersion": "1.0.0", "name": "pods", "plugins": [{"type": "bridge"}]}
-PATIENCE_S = 15.0
 
 
 class Agent:
@@ -102,14 +102,6 @@ class Agent:
         assert self.process is not None
         self.process.send_signal(number)
         return self.process.wait(10)
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.fixture

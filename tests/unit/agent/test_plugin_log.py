@@ -11,7 +11,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,11 @@ import pytest
 from istio_cni.agent import plugin_log, serving
 from istio_cni.agent.log import Output
 from istio_cni.agent.plugin_log import BURST, Lines, PluginLog
+from istio_cni.constants import LOG_SOCKET
 from istio_cni.edge import logsocket
 from istio_cni.errors import IOFailure
-from istio_cni.plugin.log import SOCKET_FILE, Log
+from istio_cni.plugin.log import Log
+from waiting import wait
 
 JSON = dict[str, object]
 TIME = "2026-01-02T03:04:05.678901Z"
@@ -61,13 +63,13 @@ class Served:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.path = run_dir / SOCKET_FILE
+        self.path = run_dir / LOG_SOCKET
         self.stream = io.StringIO()
         self.server = PluginLog(str(run_dir), Lines(Output(self.stream)))
 
     def lines(self, count: int) -> list[JSON]:
         """Wait for lines, and read them."""
-        wait(lambda: self.stream.getvalue().count("\n") >= count)
+        wait(lambda: self.stream.getvalue().count("\n") >= count, f"{count} lines")
         return [json.loads(line) for line in self.stream.getvalue().splitlines()]
 
     def connect(self) -> socket.socket:
@@ -75,7 +77,7 @@ class Served:
         client = socket.socket(socket.AF_UNIX)
         client.settimeout(5)
         directory = os.open(self.run_dir, os.O_RDONLY)
-        client.connect(f"/proc/self/fd/{directory}/{SOCKET_FILE}")
+        client.connect(f"/proc/self/fd/{directory}/{LOG_SOCKET}")
         os.close(directory)
         return client
 
@@ -89,14 +91,6 @@ class Served:
         """Post a body and return the status."""
         head = f"POST {path} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
         return int(self.send(head.encode() + body).split()[1])
-
-
-def wait(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -304,7 +298,7 @@ def test_batches_do_not_interleave(served: Served) -> None:
     def send(name: str) -> None:
         for _ in range(5):
             lines = [text(name) for _ in range(20)]
-            assert logsocket.send(str(served.run_dir), SOCKET_FILE, lines)
+            assert logsocket.send(str(served.run_dir), LOG_SOCKET, lines)
 
     threads = [threading.Thread(target=send, args=(str(number),)) for number in range(6)]
     for thread in threads:
@@ -388,7 +382,7 @@ def test_a_stale_socket_is_replaced_and_nothing_is_left_at_the_end(tmp_path: Pat
     second = Served(run_dir)  # as after a kill: the path is there
     first.server.close()
     assert second.post(b"[]") == 200  # the path of a successor stays
-    assert os.listdir(run_dir) == [SOCKET_FILE]
+    assert os.listdir(run_dir) == [LOG_SOCKET]
     second.server.close()
     assert os.listdir(run_dir) == []
 
@@ -397,7 +391,7 @@ def test_a_path_may_be_longer_than_a_socket_address(tmp_path: Path) -> None:
     """Both ends go through the directory."""
     run_dir = tmp_path / ("d" * 120)
     served = Served(run_dir)
-    assert logsocket.send(str(run_dir), SOCKET_FILE, [text()])
+    assert logsocket.send(str(run_dir), LOG_SOCKET, [text()])
     assert len(served.lines(1)) == 1
     served.server.close()
 
@@ -411,10 +405,10 @@ def test_a_socket_that_cannot_be_made_is_a_clear_error(where: str) -> None:
 
 def test_a_directory_in_its_place_leaves_nothing_behind(tmp_path: Path) -> None:
     """Somebody's files are not ours to remove."""
-    (tmp_path / SOCKET_FILE / "file").mkdir(parents=True)
+    (tmp_path / LOG_SOCKET / "file").mkdir(parents=True)
     with pytest.raises(IOFailure, match="cannot listen at"):
         PluginLog(str(tmp_path), Lines(Output(io.StringIO())))
-    assert os.listdir(tmp_path) == [SOCKET_FILE]
+    assert os.listdir(tmp_path) == [LOG_SOCKET]
 
 
 def test_limits_of_both_ends_agree() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fake_apiserver import Reply
-from fake_watch import NODE, FakeWatchServer, Order, pod, until
+from fake_watch import NODE, FakeWatchServer, Order, pod, serving_pods, until
 from istio_cni.agent.pods import Pace, Pauses, PodCache
 from istio_cni.edge import kube
 from istio_cni.edge.kube import stream
@@ -31,10 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 @pytest.fixture
 def server() -> Iterator[FakeWatchServer]:
     """Serve three pods of this node and one of another."""
-    with FakeWatchServer() as server:
-        for name in ("a", "b", "c"):
-            server.put(pod("shop", name, f"uid-{name}"))
-        server.put(pod("shop", "d", "uid-d", node="node-2"))
+    with serving_pods() as server:
         yield server
 
 

@@ -17,6 +17,7 @@ from istio_cni.agent.server import Server
 from istio_cni.edge import proc
 from istio_cni.edge.callers import Caller
 from istio_cni.errors import DecodingFailure
+from waiting import wait
 
 WAIT_S = 10.0
 CLONE_NEWNET = 0x40000000
@@ -53,14 +54,6 @@ def ask(path: str, data: bytes = b"!") -> bytes:
 def echo(caller: Caller) -> None:
     """Answer with what was asked."""
     caller.answer(caller.read(1))
-
-
-def wait(condition: Callable[[], bool], what: str) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def workers() -> list[str]:

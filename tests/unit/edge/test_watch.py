@@ -12,7 +12,7 @@ import pytest
 
 from certificates import Authority
 from fake_apiserver import FakeApiServer, Reply
-from fake_watch import NODE, FakeWatchServer, Order, pod, until
+from fake_watch import NODE, FakeWatchServer, Order, serving_pods, until
 from istio_cni.edge.kube import stream
 from istio_cni.edge.kube.stream import Event, Expired, Garbled, ServerTrouble, Silent, Unauthorized
 from istio_cni.edge.kube.watch import NodePods, Patience
@@ -26,10 +26,7 @@ Make = Callable[..., NodePods]
 @pytest.fixture
 def server() -> Iterator[FakeWatchServer]:
     """Serve three pods of this node and one of another."""
-    with FakeWatchServer() as server:
-        for name in ("a", "b", "c"):
-            server.put(pod("shop", name, f"uid-{name}"))
-        server.put(pod("shop", "d", "uid-d", node="node-2"))
+    with serving_pods() as server:
         yield server
 
 

@@ -18,9 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from istio_cni.constants import LOG_BACKUP_MAX_AGE_S, LOG_FILE, LOG_FILE_BYTES
+from istio_cni.constants import (
+    LOG_BACKUP_MAX_AGE_S,
+    LOG_FILE,
+    LOG_FILE_BYTES,
+    LOG_SOCKET,
+)
 from istio_cni.errors import TryAgainLater
-from istio_cni.plugin.log import SOCKET_FILE, Log
+from istio_cni.plugin.log import Log
 
 JSON = dict[str, object]
 LEVELS = ("debug", "info", "warn", "error")
@@ -268,7 +273,7 @@ class Agent:
         self.run_dir = run_dir
         self.socket = socket.socket(socket.AF_UNIX)
         directory = os.open(run_dir, os.O_RDONLY)
-        self.socket.bind(f"/proc/self/fd/{directory}/{SOCKET_FILE}")
+        self.socket.bind(f"/proc/self/fd/{directory}/{LOG_SOCKET}")
         os.close(directory)
         self.socket.listen(8)
         self.socket.settimeout(5)
@@ -375,7 +380,7 @@ def test_without_an_agent_nothing_is_sent_and_nothing_fails(
     tmp_path: Path, make: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever stands in the socket's place, at once."""
-    make(tmp_path / SOCKET_FILE)
+    make(tmp_path / LOG_SOCKET)
     pair = Pair(tmp_path)
     pair.log.info("a")
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
@@ -418,7 +423,7 @@ def test_an_agent_whose_queue_is_full_is_not_waited_for(agent: Agent) -> None:
     for each in waiting:
         each.setblocking(False)
         with suppress(BlockingIOError):
-            each.connect(f"/proc/self/fd/{directory}/{SOCKET_FILE}")
+            each.connect(f"/proc/self/fd/{directory}/{LOG_SOCKET}")
     log = Log(io.StringIO())
     log.configure("info", str(agent.run_dir))
     log.info("a")
@@ -530,7 +535,7 @@ def test_a_call_that_fails_tells_the_agent_too(agent: Agent) -> None:
 def test_version_logs_nothing(agent: Agent) -> None:
     """Runtimes ask it of every plugin."""
     assert run_plugin(agent.run_dir, CNI_COMMAND="VERSION", **FALLBACK) == []
-    assert os.listdir(agent.run_dir) == [SOCKET_FILE]
+    assert os.listdir(agent.run_dir) == [LOG_SOCKET]
 
 
 def test_telling_the_agent_stays_light(agent: Agent) -> None:
