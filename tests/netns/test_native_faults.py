@@ -304,8 +304,8 @@ def answer_falsely(code: int, kind: int) -> None:
             at += (size + 3) & ~3
         raise AssertionError("no message of this kind")
 
-    def hooked(this: socket.socket, size: int) -> tuple[bytes, tuple[int, int]]:
-        return (forged.pop(), (0, 0)) if forged else receive(this, size)
+    def hooked(this: socket.socket, size: int, how: int) -> tuple[bytes, tuple[int, int]]:
+        return (forged.pop(), (0, 0)) if forged else receive(this, size, how)
 
     around_batches(1, refuse)
     socket.socket.recvfrom = hooked  # type: ignore[method-assign, assignment]

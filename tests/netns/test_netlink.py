@@ -130,9 +130,11 @@ def change_while_listing(path: str, changes: int) -> tuple[list[Address], int]:
         receive = socket.socket.recvfrom
         with Route() as route, Route() as other:
 
-            def then_change(this: socket.socket, size: int) -> tuple[bytes, tuple[int, int]]:
+            def then_change(
+                this: socket.socket, size: int, how: int
+            ) -> tuple[bytes, tuple[int, int]]:
                 nonlocal made
-                answer = receive(this, size)
+                answer = receive(this, size, how)
                 if this.fileno() == route._socket.fileno() and made < changes:  # noqa: SLF001
                     made += 1
                     other.add_loopback_address(4, f"172.16.0.{made}", 32)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from istio_cni.agent import log
 from istio_cni.agent.serving import BACKLOG, BoundedServer, Handler
@@ -25,11 +27,13 @@ from istio_cni.constants import LOG_SOCKET, QUOTED_MAX_BYTES
 from istio_cni.edge.callers import Listening, peer_uid
 from istio_cni.edge.logsocket import REQUEST_MAX_BYTES, URL_PATH
 from istio_cni.errors import quoted
+from istio_cni.plugin.log import expire
 
 LOG = logging.getLogger("cni-agent")
 SCOPE = "cni-plugin"
 LINES_PER_S, BURST = 1000.0, 5000.0
 TELL_EVERY_S = 10.0  # of what was dropped
+EXPIRE_EVERY_S = 3600.0
 MESSAGE_MAX_BYTES = 4096
 LABELS_MAX = 32
 _FIXED = ("time", "level", "scope", "msg")
@@ -155,6 +159,7 @@ class PluginLog(BoundedServer):
 
     def __init__(self, run_dir: str, lines: Lines) -> None:
         self.lines = lines
+        self._run_dir, self._expired = run_dir, -math.inf
         self._listening = Listening(os.path.join(run_dir, LOG_SOCKET), backlog=BACKLOG)
         super().__init__(self._listening.socket, _Post, "plugin-log")
 
@@ -166,6 +171,11 @@ class PluginLog(BoundedServer):
         """Look at what time has brought."""
         super().service_actions()
         self.lines.tell()
+        now = time.monotonic()
+        if now - self._expired > EXPIRE_EVERY_S:
+            self._expired = now
+            with suppress(OSError):  # nor does it fail a call
+                expire(self._run_dir)
 
     def server_close(self) -> None:
         """Stop; nobody finds the socket any more."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from istio_cni import constants
 from istio_cni.edge.netlink import (
-    LOOPBACK_INDEX,
     WHOLE_MARK,
     LocalRoute,
     PolicyRule,
@@ -69,9 +68,8 @@ def read(route: Route, target: Routing = NONE) -> Routing:
     wanted_marks.add((constants.TPROXY_MARK, constants.TPROXY_TABLE))
     rules = [
         rule
-        for family in (4, 6)
-        for rule in route.policy_rules(family)
-        if (rule.mask, rule.rest) == (WHOLE_MARK, b"")
+        for rule in route.marked_rules()
+        if not rule.rest
         and (
             rule.priority == constants.TPROXY_RULE_PRIORITY
             or (rule.mark, rule.table) in wanted_marks
@@ -79,13 +77,8 @@ def read(route: Route, target: Routing = NONE) -> Routing:
     ]
     tables = {rule.table for rule in rules} | {there.table for there in target.routes}
     tables.add(constants.TPROXY_TABLE)
-    routes = [
-        there for family in (4, 6) for there in route.local_routes(family) if there.table in tables
-    ]
-    passthrough = any(
-        address.address == PASSTHROUGH and address.ifindex == LOOPBACK_INDEX
-        for address in route.addresses()
-    )
+    routes = [there for there in route.local_routes() if there.table in tables]
+    passthrough = route.has_loopback_address(PASSTHROUGH, int(_LENGTH))
     return Routing(route.loopback_is_up(), passthrough, frozenset(rules), frozenset(routes))
 
 

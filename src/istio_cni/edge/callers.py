@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 BACKLOG = 512  # callers that wait; the launcher of one more runs the plugin itself
 DESCRIPTORS_MAX = 16  # taken from one caller, to be closed
 _READ_WAIT_S = 2.0  # for a whole call: its launcher sends it at once
+_READ_WAIT = struct.pack("@ll", int(_READ_WAIT_S), 0)  # as the kernel reads it
+_PIECE_BYTES = 1 << 16  # most calls are one piece
 _ANSWER_WAIT_S = 2.0
 _CREDENTIALS = struct.Struct("=iII")  # process, user, group
 
@@ -34,7 +36,8 @@ class Caller:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._connection.settimeout(_READ_WAIT_S)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _READ_WAIT)
+        self._ahead = b""  # read, but not asked for yet
         self._read_ends = time.monotonic() + _READ_WAIT_S
         self.descriptors: list[int] = []
 
@@ -57,29 +60,31 @@ class Caller:
 
         Raises DecodingFailure if the caller leaves before, takes too long or sends too many.
         """
-        data = bytearray(count)
-        view, at = memoryview(data), 0
+        data = bytearray(self._ahead)
+        while len(data) < count:
+            data += self._receive(max(count - len(data), _PIECE_BYTES))
+        self._ahead = bytes(data[count:])
+        return bytes(data[:count])
+
+    def _receive(self, at_most: int) -> bytes:
+        """Wait for what comes next, and take its descriptors."""
+        if time.monotonic() > self._read_ends:
+            raise DecodingFailure("the call took too long to come")
         room = socket.CMSG_SPACE(4 * DESCRIPTORS_MAX)
-        while at < count:
-            if time.monotonic() > self._read_ends:
-                raise DecodingFailure("the call took too long to come")
-            try:
-                size, sent, flags, _ = self._connection.recvmsg_into(
-                    [view[at:]], room, socket.MSG_CMSG_CLOEXEC
-                )
-            except TimeoutError as error:
-                raise DecodingFailure("the call took too long to come") from error
-            except OSError as error:
-                raise DecodingFailure(f"the call cannot be read: {error.strerror}") from error
-            for level, kind, content in sent:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._keep(content)
-            if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
-                raise DecodingFailure("the call came with too many descriptors")
-            if size == 0:
-                raise DecodingFailure("the call ended in the middle")
-            at += size
-        return bytes(data)
+        try:
+            data, sent, flags, _ = self._connection.recvmsg(at_most, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError as error:
+            raise DecodingFailure("the call took too long to come") from error
+        except OSError as error:
+            raise DecodingFailure(f"the call cannot be read: {error.strerror}") from error
+        for level, kind, content in sent:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._keep(content)
+        if flags & socket.MSG_CTRUNC or len(self.descriptors) > DESCRIPTORS_MAX:
+            raise DecodingFailure("the call came with too many descriptors")
+        if not data:
+            raise DecodingFailure("the call ended in the middle")
+        return data
 
     def _keep(self, content: bytes) -> None:
         numbers = array.array("i")
@@ -184,6 +189,15 @@ class Listener:
         """Wait for the next caller; raises OSError once the listener is closed."""
         connection, _ = self._listening.socket.accept()
         return Caller(connection)
+
+    def has_callers(self) -> bool:
+        """Tell whether somebody waits to be accepted; nobody does once it is closed."""
+        poll = select.poll()
+        try:
+            poll.register(self._listening.socket, select.POLLIN)
+        except ValueError:
+            return False
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Take no more callers, and wake those who wait in `accept`."""

@@ -59,15 +59,17 @@ def _replace(
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     file = os.open(temporary, flags, mode, dir_fd=parent)
     try:
-        with os.fdopen(file, "wb") as stream:
+        try:
             if keep:
-                _keep_owner(parent, model or name, stream.fileno(), follow=bool(model))
+                _keep_owner(parent, model or name, file, follow=bool(model))
             else:
-                os.fchmod(stream.fileno(), mode)  # whatever the umask
-            stream.write(content)
-            stream.flush()
+                os.fchmod(file, mode)  # whatever the umask
+            while content:
+                content = content[os.write(file, content) :]
             if flush:
-                os.fsync(stream.fileno())
+                os.fsync(file)
+        finally:
+            os.close(file)
         os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
     except BaseException:
         os.unlink(temporary, dir_fd=parent)

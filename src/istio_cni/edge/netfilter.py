@@ -48,6 +48,9 @@ MODULES = {
 }
 
 
+_VERSIONS: dict[tuple[str, int, int, int, int], tuple[str, tuple[int, ...]]] = {}
+
+
 def load() -> None:
     """Load what starting programs takes, for processes that will see no files of ours later."""
     import subprocess  # noqa: F401
@@ -192,13 +195,24 @@ class Netfilter:
         """
         if name not in self._found:
             save, restore = self._which(f"{name}-save"), self._which(f"{name}-restore")
-            variant, version = self._version(name, save)
+            variant, version = self._known_version(name, save)
             self._found[name] = Tool(name, family, save, restore, variant, version)
         return self._found[name]
 
-    def _version(self, name: str, save: str) -> tuple[str, tuple[int, ...]]:
+    def _known_version(self, name: str, save: str) -> tuple[str, tuple[int, ...]]:
+        """Return variant and version; a program that was asked in this process is not asked again.
+
+        Another one may take its place: what tells files apart is part of what is known.
+        """
         if name.endswith("-nft"):
             return "nft", ()
+        status = os.stat(save)
+        file = save, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+        if file not in _VERSIONS:
+            _VERSIONS[file] = self._version(name, save)
+        return _VERSIONS[file]
+
+    def _version(self, name: str, save: str) -> tuple[str, tuple[int, ...]]:
         status, text, complaint = self._run([save, "--version"], name=f"{name}-save")
         if status in (126, 127):
             raise CommandFailed(f"{name}-save", status, complaint)

@@ -9,6 +9,7 @@ Source: istio cni/pkg/plugin/redirect.go; README has the same table for people.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from istio_cni import constants
@@ -24,6 +25,7 @@ SIDECAR = "sidecar.istio.io/"
 REROUTE = "istio.io/reroute-virtual-interfaces"
 KUBEVIRT = f"{TRAFFIC}kubevirtInterfaces"
 EXCLUDE_INBOUND = f"{TRAFFIC}excludeInboundPorts"
+TEXTS_KEPT = 512  # values of annotations, parsed
 UNKNOWN_MAX = 5  # unknown annotations that are named; the rest is counted
 
 
@@ -78,6 +80,7 @@ OTHER_KNOWN = frozenset(
         "userVolumeMount",
     )
 )
+_KNOWN = OTHER_KNOWN | {row.name for row in ANNOTATIONS} | {KUBEVIRT}
 
 
 def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]]:
@@ -87,7 +90,7 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
     for the first annotation, in the reference's order, that is not allowed.
     """
     warnings = _unknown(pod, strict=netconf.strict_annotations)
-    fields = {row.field: row.parse(*_value(row, pod)) for row in ANNOTATIONS}
+    fields = {row.field: _parsed(row.parse, *_value(row, pod)) for row in ANNOTATIONS}
     config = CaptureConfig(
         proxy_uids=(_id(pod.proxy.uid if pod.proxy else None, "runAsUser"),),
         proxy_gids=(_id(pod.proxy.gid if pod.proxy else None, "runAsGroup"),),
@@ -98,6 +101,12 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
     if config.inbound_ports != ALL and pod.annotations.get(EXCLUDE_INBOUND):
         warnings.append(f"{EXCLUDE_INBOUND} has no effect: only listed inbound ports are captured")
     return _with_environment(_with_netconf(config, netconf), pod, warnings), warnings
+
+
+@lru_cache(maxsize=TEXTS_KEPT)
+def _parsed(parse: Callable[[str, str], object], text: str, where: str) -> object:
+    """Parse each distinct text once: most pods of a node say the same."""
+    return parse(text, where)
 
 
 def _value(row: Annotation, pod: Pod) -> tuple[str, str]:
@@ -173,15 +182,12 @@ def _switch(pod: Pod, name: str, warnings: list[str]) -> bool:
 
 def _unknown(pod: Pod, *, strict: bool) -> list[str]:
     """Name annotations under our prefixes that nobody knows, each with the nearest known name."""
-    known = {row.name for row in ANNOTATIONS} | {KUBEVIRT} | OTHER_KNOWN
     unknown = [
         name
         for name in pod.annotations
-        if name.startswith((TRAFFIC, SIDECAR)) and name not in known
+        if name.startswith((TRAFFIC, SIDECAR)) and name not in _KNOWN
     ]
-    texts = [
-        f"unknown annotation {quoted(name)}{_hint(name, known)}" for name in unknown[:UNKNOWN_MAX]
-    ]
+    texts = [f"unknown annotation {quoted(name)}{_hint(name)}" for name in unknown[:UNKNOWN_MAX]]
     if texts and strict:
         raise InvalidParameter(f"{texts[0]} (strict_annotations is on)")
     if len(unknown) > UNKNOWN_MAX:
@@ -189,10 +195,10 @@ def _unknown(pod: Pod, *, strict: bool) -> list[str]:
     return texts
 
 
-def _hint(name: str, known: set[str]) -> str:
+def _hint(name: str) -> str:
     """Ask whether a known annotation was meant; only what follows the prefix tells them apart."""
     from difflib import get_close_matches  # a mistake only
 
-    ends = {full.rpartition("/")[2].lower(): full for full in known}
+    ends = {full.rpartition("/")[2].lower(): full for full in _KNOWN}
     near = get_close_matches(name.rpartition("/")[2].lower(), ends, 1)
     return f"; did you mean {ends[near[0]]}?" if near else ""

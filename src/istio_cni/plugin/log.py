@@ -5,7 +5,8 @@ from info on, exists because the agent is down exactly when logs matter. A log t
 written never fails a call, nor does it hold one up. The standard library's logging costs a pod
 15 ms; this does not.
 
-In the agent's own worker threads the same class writes to a sink, which is the agent's log itself.
+In the agent's own worker threads the same class writes to a sink, which is the agent's log itself;
+the agent looks after old files then, and not with every pod.
 
 Source: istio cni/pkg/log and cni/pkg/plugin (setupLogging).
 """
@@ -55,7 +56,7 @@ class Log:
         self._once: dict[str, str | int] = {}
         self._level = _RANK["info"]
         self._directory = ""
-        self._expired = False
+        self._expired = sink is not None
         self.bind(request_id=request_id)
 
     def bind(self, **fields: str) -> None:
@@ -152,7 +153,7 @@ class Log:
         try:
             if not self._expired:
                 self._expired = True
-                _expire(self._directory)
+                expire(self._directory)
             _append(self._directory, text)
         except OSError:
             return
@@ -250,8 +251,8 @@ def _rotate(directory: str, path: str, file: int) -> None:
     os.rename(path, os.path.join(directory, f"{stem}-{stamp}{suffix}"))
 
 
-def _expire(directory: str) -> None:
-    """Remove backups that were written to too long ago."""
+def expire(directory: str) -> None:
+    """Remove backups that were written to too long ago. Raises OSError."""
     for backup in _backups(directory):
         if time.time() - os.stat(backup).st_mtime > constants.LOG_BACKUP_MAX_AGE_S:
             os.unlink(backup)

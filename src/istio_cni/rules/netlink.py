@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import struct
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 NEWTABLE, GETTABLE, DELTABLE = 0, 1, 2
 NEWCHAIN, GETCHAIN, DELCHAIN = 3, 4, 5
 NEWRULE, GETRULE = 6, 7
@@ -43,12 +39,14 @@ def string(kind: int, value: str) -> bytes:
     return attribute(kind, value.encode(errors="surrogateescape") + b"\0")
 
 
-def attributes(data: bytes, at: int = 0) -> Iterator[tuple[int, bytes]]:
+def attributes(data: bytes, at: int = 0) -> list[tuple[int, bytes]]:
     """Unpack the attributes from offset `at` on: number and payload."""
-    while at + 4 <= len(data):
+    found, last = [], len(data) - _HEAD.size
+    while at <= last:
         size, kind = _HEAD.unpack_from(data, at)
-        yield kind & _KIND_BITS, data[at + 4 : at + size]
-        at += max(padded(size), 4)
+        found.append((kind & _KIND_BITS, data[at + _HEAD.size : at + size]))
+        at += padded(size) or _HEAD.size
+    return found
 
 
 def padded(size: int) -> int:

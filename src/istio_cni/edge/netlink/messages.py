@@ -12,13 +12,13 @@ import os
 import socket
 import struct
 import time
+from contextlib import suppress
 
 from istio_cni.errors import ProgrammingFailed
 from istio_cni.rules.netlink import attributes, padded, text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Self
 
 DUMP = 0x300
@@ -57,8 +57,7 @@ class Netlink:
             raise _refused("opening a netlink socket", error.errno or 0) from error
         self._socket.setsockopt(_SOL_NETLINK, _EXT_ACK, 1)
         self._socket.setsockopt(_SOL_NETLINK, _CAP_ACK, 1)
-        self._socket.settimeout(timeout_s)
-        self._socket.bind((0, 0))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
 
     def __enter__(self) -> Self:
         return self
@@ -100,19 +99,18 @@ class Netlink:
         and those of single messages overflow the receive buffer, while the batch is carried out.
         """
         before = self._sequence
-        data = b"".join(self._message(*message) for message in messages)
+        data = bytearray()
+        for number, (kind, flags, body) in enumerate(messages, before + 1):  # a pod has hundreds
+            data += _HEADER.pack(_HEADER.size + len(body), kind, _REQUEST | flags, number, 0)
+            data += body
+        self._sequence += len(messages)
         self._make_room(len(data))
         self._send(doing, data)
-        self._socket.setblocking(False)
-        try:
+        with suppress(BlockingIOError):
             while True:
-                for kind, flags, sequence, payload in self._receive(doing):
+                for kind, flags, sequence, payload in self._take(doing, socket.MSG_DONTWAIT):
                     if kind == _ERROR and sequence > before:
                         self._check_batch(doing, sequence - before - 1, kind, flags, payload)
-        except BlockingIOError:
-            return
-        finally:
-            self._socket.settimeout(self._timeout_s)
 
     def _check_batch(self, doing: str, place: int, kind: int, flags: int, payload: bytes) -> None:
         try:
@@ -135,7 +133,7 @@ class Netlink:
         size = _HEADER.size + len(body)
         return _HEADER.pack(size, kind, _REQUEST | flags, self._sequence, 0) + body
 
-    def _send(self, doing: str, data: bytes) -> None:
+    def _send(self, doing: str, data: bytes | bytearray) -> None:
         try:
             self._socket.sendto(data, (0, 0))
         except OSError as error:
@@ -155,24 +153,34 @@ class Netlink:
                     return replies, interrupted
                 replies.append(payload)
 
-    def _receive(self, doing: str) -> Iterator[tuple[int, int, int, bytes]]:
-        """Take one datagram: type, flags, sequence number and payload of each message in it."""
+    def _receive(self, doing: str) -> list[tuple[int, int, int, bytes]]:
+        """Wait for one datagram and take it."""
         try:
-            data, sender = self._socket.recvfrom(_RECEIVE_BYTES)
-        except BlockingIOError:  # only while a batch's replies are drained
-            raise
-        except TimeoutError as error:
+            return self._take(doing, 0)
+        except BlockingIOError as error:
             late = f"{doing}: no answer from the kernel within {self._timeout_s:g} s"
             raise ProgrammingFailed(late) from error
+
+    def _take(self, doing: str, how: int) -> list[tuple[int, int, int, bytes]]:
+        """Take one datagram: type, flags, sequence number and payload of each message in it.
+
+        Raises BlockingIOError if none comes in time.
+        """
+        try:
+            data, sender = self._socket.recvfrom(_RECEIVE_BYTES, how)
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise _refused(doing, error.errno or 0) from error
-        at = (
-            0 if sender[0] == 0 else len(data)
-        )  # port 0 is the kernel; a process could forge a reply
-        while at + _HEADER.size <= len(data):
+        found: list[tuple[int, int, int, bytes]] = []
+        if sender[0] != 0:  # port 0 is the kernel; a process could forge a reply
+            return found
+        at, last = 0, len(data) - _HEADER.size
+        while at <= last:
             size, kind, flags, sequence, _ = _HEADER.unpack_from(data, at)
-            yield kind, flags, sequence, data[at + _HEADER.size : at + size]
+            found.append((kind, flags, sequence, data[at + _HEADER.size : at + size]))
             at += max(padded(size), _HEADER.size)
+        return found
 
 
 def _check(doing: str, kind: int, flags: int, payload: bytes) -> None:
@@ -189,6 +197,10 @@ def _refused(doing: str, code: int, words: str = "") -> Refused:
     refused = Refused(f"{doing}: {os.strerror(code)}" + (f" ({words})" if words else ""))
     refused.errno = code
     return refused
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def wait_for_packets() -> None:

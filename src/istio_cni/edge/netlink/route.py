@@ -45,10 +45,13 @@ _TABLE_LOCAL = 255
 _FRA_PRIORITY, _FRA_MARK, _FRA_TABLE, _FRA_MASK = 6, 10, 15, 16
 _FRA_NAMED = (_FRA_PRIORITY, _FRA_MARK, _FRA_TABLE, _FRA_MASK)
 _FRA_DEFAULTS = ((14, b"\xff\xff\xff\xff"), (21, b"\0"))  # no prefix suppressed, no protocol given
+_WHOLE_MASK = attribute(_FRA_MASK, struct.pack("=I", WHOLE_MARK))
 _PLAIN_RULE = _RULE.pack(0, 0, 0, 0, 0, 0, 0, 1, 0)  # action 1: look up the table
 
 _AF = {4: int(socket.AF_INET), 6: int(socket.AF_INET6)}
 _FAMILY = {number: family for family, number in _AF.items()}
+_BOTH = 0  # AF_UNSPEC
+_NO_FAMILY = (errno.EAFNOSUPPORT, errno.EOPNOTSUPP)
 
 
 class Address(namedtuple("Address", ("family", "address", "prefix_length", "ifindex"))):
@@ -121,6 +124,18 @@ class Route(Netlink):
         body = _LINK.pack(0, 0, 0, LOOPBACK_INDEX, _IFF_UP if up else 0, _IFF_UP)
         self.ask(f"setting lo {'up' if up else 'down'}", _NEWLINK, 0, body)
 
+    def has_loopback_address(self, address: str, prefix_length: int) -> bool:
+        """Tell whether `lo` has an IPv6 address; asked by name, since a pod may have many."""
+        body = _address_body(6, address, prefix_length)
+        absent = (errno.EADDRNOTAVAIL, *_NO_FAMILY)
+        try:
+            self.ask(f"looking for the address {address} on lo", _GETADDR, 0, body)
+        except Refused as refused:
+            if refused.errno not in absent:
+                raise
+            return False
+        return True
+
     def add_loopback_address(self, family: int, address: str, prefix_length: int) -> bool:
         """Give `lo` an address; False if it has it."""
         doing = f"adding the address {address}/{prefix_length} to lo"
@@ -133,10 +148,16 @@ class Route(Netlink):
         body = _address_body(family, address, prefix_length)
         return self.change(doing, _DELADDR, 0, body, unless=errno.EADDRNOTAVAIL)
 
-    def policy_rules(self, family: int) -> tuple[PolicyRule, ...]:
+    def policy_rules(self, family: int = _BOTH) -> tuple[PolicyRule, ...]:
         """List the policy rules of a family in order; none if the kernel lacks the family."""
-        replies = self._list(f"listing the IPv{family} policy rules", _GETRULE, family)
+        replies = self._list("listing the policy rules", _GETRULE, family)
         return tuple(_parse_rule(reply) for reply in replies)
+
+    def marked_rules(self) -> tuple[PolicyRule, ...]:
+        """List the policy rules of both families that compare a whole mark."""
+        replies = self._list("listing the policy rules", _GETRULE, _BOTH)
+        found = (_parse_rule(reply) for reply in replies if _WHOLE_MASK in reply)
+        return tuple(rule for rule in found if rule.mask == WHOLE_MARK)
 
     def add_policy_rule(self, rule: PolicyRule) -> bool:
         """Add a rule; False if the very same one is there, priority included.
@@ -175,9 +196,9 @@ class Route(Netlink):
         doing = f"deleting {_shown_rule(rule)}"
         self.change(doing, _DELRULE, 0, _rule_body(rule), unless=errno.ENOENT)
 
-    def local_routes(self, family: int) -> tuple[LocalRoute, ...]:
+    def local_routes(self, family: int = _BOTH) -> tuple[LocalRoute, ...]:
         """List the tables, other than `local`, by which everything is delivered to this host."""
-        replies = self._list(f"listing the IPv{family} routes", _GETROUTE, family)
+        replies = self._list("listing the routes", _GETROUTE, family)
         routes = (_parse_route(reply) for reply in replies)
         return tuple(dict.fromkeys(route for route in routes if route))
 
@@ -203,16 +224,17 @@ class Route(Netlink):
         return self.change(doing, _DELROUTE, 0, body, unless=errno.ESRCH)
 
     def _list(self, doing: str, kind: int, family: int) -> list[bytes]:
-        """Dump the rules or routes of one family."""
-        request = _ROUTE.pack(_AF[family], 0, 0, 0, 0, 0, 0, 0, 0)  # a rule's header is as long
+        """Dump the rules or routes of one family or both."""
+        wanted = (_AF[family],) if family else tuple(_FAMILY)
+        request = _ROUTE.pack(_AF.get(family, 0), 0, 0, 0, 0, 0, 0, 0, 0)  # a rule's is as long
         try:
             replies = self.ask(doing, kind, DUMP, request)
         except Refused as refused:
-            if refused.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP):
+            if refused.errno not in _NO_FAMILY:
                 raise
             return []
-        # A kernel without the family may list all others instead.
-        return [reply for reply in replies if reply[0] == _AF[family]]
+        # There are other families, and a kernel without the one that is asked for may list them.
+        return [reply for reply in replies if reply[0] in wanted]
 
 
 def _number(kind: int, value: int) -> bytes:
@@ -265,13 +287,13 @@ def _shown_rule(rule: PolicyRule) -> str:
 def _parse_route(reply: bytes) -> LocalRoute | None:
     """Read a route; None unless it is `local default dev lo` in a table other than `local`."""
     family, dst, src, _, short_table, _, _, kind, _ = _ROUTE.unpack_from(reply)
+    if (dst, src, kind) != (0, 0, _TYPE_LOCAL):
+        return None
     said = dict(attributes(reply, _ROUTE.size))
     table = _value(said.get(_RTA_TABLE)) or short_table  # the header has one byte for it
-    if (dst, src, kind) != (0, 0, _TYPE_LOCAL) or table == _TABLE_LOCAL:
+    if table == _TABLE_LOCAL or _value(said.get(_RTA_OIF)) != LOOPBACK_INDEX:
         return None
-    return (
-        LocalRoute(_FAMILY[family], table) if _value(said.get(_RTA_OIF)) == LOOPBACK_INDEX else None
-    )
+    return LocalRoute(_FAMILY[family], table)
 
 
 def _route_body(route: LocalRoute, scope: int, protocol: int) -> bytes:

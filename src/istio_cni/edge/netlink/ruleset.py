@@ -15,7 +15,9 @@ from contextlib import suppress
 
 from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
+    HEADERS,
     MODULES,
+    NF_TABLES,
     Nftables,
     framed_batch,
     message,
@@ -116,7 +118,8 @@ class Ruleset(Nftables):
         Raises Unsettled if the tables must be looked at again first, else ProgrammingFailed with
         the message that the kernel refused and why.
         """
-        inner = [message(one.kind, one.flags, _INET, one.body) for one in batch]
+        operation, header = NF_TABLES << 8, HEADERS[_INET]
+        inner = [(operation | one.kind, one.flags, header + one.body) for one in batch]
         framed = framed_batch(inner, generation)
         self._has_deleted |= any(one.kind == DELTABLE for one in batch)
         try:

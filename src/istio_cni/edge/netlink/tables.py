@@ -45,6 +45,7 @@ _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY, _CHAIN_USE = 1, 3, 4, 5, 
 _ACCEPT = 1
 _FAMILIES = {"inet": 1, "ip": 2, "arp": 3, "netdev": 5, "bridge": 7, "ip6": 10}
 FAMILY_NAMES = {number: name for name, number in _FAMILIES.items()}
+HEADERS = {"": bytes(4)} | {name: bytes((number, 0, 0, 0)) for name, number in _FAMILIES.items()}
 _UNSUPPORTED = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.EOPNOTSUPP)
 # In use by now, changed meanwhile, already gone, owned by a running process.
 _LEFT_ALONE = (errno.EBUSY, errno.ERESTART, errno.ENOENT, errno.EPERM)
@@ -89,9 +90,13 @@ class Nftables(Netlink):
 
     def tables(self) -> tuple[Listed, ...]:
         """List all tables."""
-        self.generation()  # tells a kernel without nf_tables from other trouble
+        try:
+            replies = self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP))
+        except Refused:
+            self.generation()  # tells a kernel without nf_tables from other trouble
+            raise
         found = []
-        for reply in self.ask("listing the nf_tables tables", *message(GETTABLE, DUMP)):
+        for reply in replies:
             said = _said(reply)
             family = FAMILY_NAMES.get(reply[0], str(reply[0]))
             about = comment(said.get(_TABLE_USERDATA, b""))
@@ -172,8 +177,7 @@ def sweep_empty_tables(
 def legacy_tables(family: int) -> tuple[str, ...]:
     """Name the tables that iptables-legacy has instantiated in the calling thread's namespace."""
     name = {4: "ip_tables_names", 6: "ip6_tables_names"}[family]
-    owner = "thread-self" if os.path.exists("/proc/thread-self") else "self"
-    path = f"/proc/{owner}/net/{name}"
+    path = f"/proc/thread-self/net/{name}"
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # the kernel has no legacy tables, or none was ever asked for
@@ -190,8 +194,7 @@ def message(
     kind: int, flags: int, family: str = "", attributes: bytes = b""
 ) -> tuple[int, int, bytes]:
     """Make a message of nf_tables, as `ask` and `batch` take it; no family means all."""
-    header = struct.pack("!BBH", _FAMILIES.get(family, 0), 0, 0)
-    return NF_TABLES << 8 | kind, flags, header + attributes
+    return NF_TABLES << 8 | kind, flags, HEADERS[family] + attributes
 
 
 def framed_batch(

@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from contextlib import contextmanager
+from functools import cache
 
 from istio_cni.edge.netns.namespace import CLONE_NEWNET, foreign_owner
 from istio_cni.errors import InvalidNetns, Stranded
@@ -177,6 +178,7 @@ def die_with_parent() -> None:
     _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+@cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
