@@ -13,7 +13,6 @@ import sys
 from istio_cni.agent import call, log
 from istio_cni.agent.metrics import Metrics
 from istio_cni.agent.server import Server
-from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop
 from istio_cni.edge import proc
 
@@ -53,8 +52,8 @@ def main() -> None:
     own = proc.namespace(proc.OWN_NETNS)  # where the tests call from, unless said otherwise
     assert own is not None
     host = arguments.host or own
-    node = call.Node(host, own, workshop, lambda *_: None, output.sink, Metrics(), Turns())
-    server = Server(arguments.socket, lambda caller: call.answer(node, caller))
+    node = call.Node(host, own, workshop, lambda *_: None, output.sink, Metrics())
+    server = Server(arguments.socket, lambda *called: call.answer(node, *called))
     _wait()
     raise SystemExit(0 if server.stop(5.0) else 1)
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from istio_cni.agent import frame, metrics
+from istio_cni.agent.lead import Turn
 from istio_cni.agent.metrics import Metrics
-from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop, WorkshopClosed
 from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
@@ -69,7 +69,6 @@ class Node(NamedTuple):
     cached: Cached
     sink: Callable[[str, str], object]
     metrics: Metrics
-    turns: Turns
     node_backend: str = ""
     run_dir: str = ""
 
@@ -77,15 +76,22 @@ class Node(NamedTuple):
 class Serving(Host):
     """The agent as the verbs' host for one call.
 
-    `netns` is the caller's descriptor of the pod's namespace, or why it has none.
+    `netns` is the caller's descriptor of the pod's namespace, or why it has none; `turn` is
+    let go of while this waits for somebody else.
     """
 
-    __slots__ = ("_caller", "_deadline", "_netns", "_node", "declined", "phases", "turn")
+    __slots__ = ("_caller", "_deadline", "_netns", "_node", "_turn", "declined", "phases")
 
     may_be_left = True
 
     def __init__(
-        self, node: Node, caller: Caller, header: frame.Header, netns: int | OSError, log: Log
+        self,
+        node: Node,
+        caller: Caller,
+        turn: Turn,
+        header: frame.Header,
+        netns: int | OSError,
+        log: Log,
     ) -> None:
         super().__init__(log)
         left = header.deadline - time.monotonic()
@@ -93,7 +99,7 @@ class Serving(Host):
         self._caller = caller
         self._netns = netns
         self._deadline = header.deadline - min(MARGIN_S, left / 2)
-        self.turn = node.turns.next()
+        self._turn = turn
         self.node_backend = node.node_backend
         self.declined = ""
         self.phases: list[tuple[str, float]] = []
@@ -123,7 +129,7 @@ class Serving(Host):
             pod = self._node.cached(request.pod_namespace, name, uid)
             if pod is not None:
                 return pod
-        with self.turn.let_go():
+        with self._turn.let_go():
             return super().find_pod(request, netconf, deadline)
 
     def is_node_s(self, netns: int) -> bool:
@@ -134,10 +140,14 @@ class Serving(Host):
         """Tell whether a namespace is the host's or the agent's own."""
         return self.is_node_s(netns) or namespaces.identity(netns) == self._node.own_netns
 
+    def is_pressed(self) -> bool:
+        """Tell whether others wait for this thread, and the workshop has a process free."""
+        return self._turn.is_wanted() and self._node.workshop.is_free
+
     def run_inside(self, task: Task, netns: int) -> object:
         """Have a task done by a process of the workshop's."""
         try:
-            with self.turn.let_go():
+            with self._turn.let_go():
                 return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
         except WorkshopClosed as error:
             self.decline(error.msg)
@@ -147,10 +157,10 @@ class Serving(Host):
         callers.confirm(self._caller.fileno(), self._deadline)
 
 
-def answer(node: Node, caller: Caller) -> None:
+def answer(node: Node, caller: Caller, turn: Turn) -> None:
     """Carry out one call and answer it, or decline it untouched."""
     try:
-        call = _Call(node, caller)
+        call = _Call(node, caller, turn)
         status, stdout = call.run()
     except Declined as refused:
         node.metrics.declined(refused.word)
@@ -165,7 +175,7 @@ def answer(node: Node, caller: Caller) -> None:
 class _Call:
     """One call as it was asked for."""
 
-    def __init__(self, node: Node, caller: Caller) -> None:
+    def __init__(self, node: Node, caller: Caller, turn: Turn) -> None:
         """Read it. Raises Declined."""
         if caller.uid != 0:
             raise Declined(metrics.UNTRUSTED, "only root may ask")
@@ -184,7 +194,7 @@ class _Call:
         self._request_id = header.request_id
         self._verb = self._env.get("CNI_COMMAND", "")
         self._log = Log(sink=node.sink, request_id=header.request_id)
-        self._host = Serving(node, caller, header, netns, self._log)
+        self._host = Serving(node, caller, turn, header, netns, self._log)
         self._host.phases = [(metrics.QUEUE, header.begun(self._verb))]
         self._code = 0
 
@@ -192,11 +202,10 @@ class _Call:
         """Carry it out; return exit status and stdout. Raises Declined."""
         stdout, stderr = io.StringIO(), io.StringIO()
         verbs = dict.fromkeys(VERBS, self._carry_out)
-        with self._host.turn:
-            self._host.enter(DECIDE)
-            if self._caller.has_left():
-                raise Declined(metrics.OTHER, "the caller has gone")
-            status = serve(self._env, lambda: self._stdin, stdout, stderr, verbs, self._report, "")
+        self._host.enter(DECIDE)
+        if self._caller.has_left():
+            raise Declined(metrics.OTHER, "the caller has gone")
+        status = serve(self._env, lambda: self._stdin, stdout, stderr, verbs, self._report, "")
         if self._host.declined:
             declined = Declined(metrics.OTHER, self._host.declined)
             declined.request_id = self._request_id

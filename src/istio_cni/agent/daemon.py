@@ -20,7 +20,6 @@ from istio_cni.agent.plugin_log import Lines, PluginLog
 from istio_cni.agent.pods import PodCache
 from istio_cni.agent.server import Server
 from istio_cni.agent.settings import Settings
-from istio_cni.agent.turns import Turns
 from istio_cni.agent.workshop import Workshop
 from istio_cni.constants import VERSION
 from istio_cni.edge.kube.watch import NodePods
@@ -63,7 +62,6 @@ def run(
                 cache.find if cache is not None else lambda *_: None,
                 output.sink,
                 metrics,
-                Turns(),
                 node_backend,
                 settings.cni_agent_run_dir if view.mounts is not None else "",
             )
@@ -125,7 +123,7 @@ def _follow_pods(
 def _serve_launcher(settings: Settings, shared: call.Node, undo: ExitStack) -> None:
     path = node.socket_path(settings)
     try:
-        server = Server(path, lambda caller: call.answer(shared, caller))
+        server = Server(path, lambda *called: call.answer(shared, *called))
     except IOFailure as error:
         LOG.error("the plugin is not served and does all by itself: %s", error.msg)
         return

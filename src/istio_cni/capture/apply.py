@@ -10,8 +10,10 @@ from istio_cni.capture import routing
 from istio_cni.capture.backend import (
     IPTABLES,
     NFTABLES,
+    NO_CHOICE,
     Choice,
     Report,
+    by_name,
     choose,
     ours_native,
 )
@@ -25,17 +27,18 @@ from istio_cni.rules.model import Family
 __all__ = [
     "IPTABLES",
     "NFTABLES",
+    "NO_CHOICE",
     "REFUSE",
     "REPLACE",
     "REWRITE",
     "ROLLBACK_S",
     "Choice",
     "Report",
+    "by_name",
     "check",
     "choose",
     "clean_up",
     "holders",
-    "prepare",
     "program",
     "refuse_impossible",
     "working_variant",
@@ -110,14 +113,6 @@ def holders(net: Netfilter) -> tuple[str, dict[str, str]]:
     from istio_cni.capture import iptables  # a CHECK without a record
 
     return IPTABLES, iptables.holders(net)
-
-
-def prepare(config: CaptureConfig, choice: Choice) -> None:
-    """Work out rules that are to be programmed soon; what is wrong with them shows then."""
-    if choice.name == IPTABLES:
-        from istio_cni.capture import iptables  # the iptables back end only
-
-        iptables.fresh_texts(config)
 
 
 def working_variant(net: Netfilter) -> str:

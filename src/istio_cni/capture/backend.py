@@ -44,6 +44,20 @@ class Report(NamedTuple):
     reason: str = ""
 
 
+NO_CHOICE = Choice("", "")
+
+
+def by_name(config: CaptureConfig) -> Choice:
+    """Return the back end that a configuration names, `NO_CHOICE` if it leaves that open."""
+    variant = config.iptables_variant
+    if config.backend != AUTO:
+        return Choice(config.backend, "asked for by name", variant=variant)
+    if variant:
+        reason = f"the variant {variant} is asked for by name"
+        return Choice(IPTABLES, reason, variant=variant)
+    return NO_CHOICE
+
+
 def choose(
     net: Netfilter, config: CaptureConfig, node_backend: str = "", *, foreign: bool = False
 ) -> Choice:
@@ -52,12 +66,9 @@ def choose(
     `node_backend` is what was found to work on this node: nftables, or `iptables-` and a variant;
     "" if nobody has tried.
     """
-    variant = config.iptables_variant
-    if config.backend != AUTO:
-        return Choice(config.backend, "asked for by name", variant=variant)
-    if variant:
-        reason = f"the variant {variant} is asked for by name"
-        return Choice(IPTABLES, reason, variant=variant)
+    named = by_name(config)
+    if named.name:
+        return named
     if ours_native(netlink.nft_tables()):
         return Choice(NFTABLES, "rules of ours are in nf_tables here already")
     if foreign:

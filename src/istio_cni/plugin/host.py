@@ -71,6 +71,10 @@ class Host:
         allowed = self._override and proc.namespace(proc.HOST_NETNS) is not None
         return not allowed and proc.namespace(netns) == proc.namespace(proc.OWN_NETNS)
 
+    def is_pressed(self) -> bool:
+        """Tell whether another process should do what this thread could do by itself."""
+        return False
+
     def run_inside(self, task: Task, netns: int) -> object:
         """Do a task in a child process inside a namespace, and return what it reports."""
         from istio_cni.edge import netns as namespaces  # captured pods only

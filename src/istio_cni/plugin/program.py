@@ -84,7 +84,7 @@ def _capture_recorded(
         answer = _inside(
             host,
             netns,
-            Task(PROGRAM, request.netns, deadline, config=config),
+            Task(PROGRAM, request.netns, deadline, apply.by_name(config), config),
             lambda net: apply.choose(net, config, host.node_backend, foreign=foreign),
         )
     except Interrupted:
@@ -130,26 +130,34 @@ def _strings(value: object) -> list[str]:
 
 
 def _inside(
-    host: Host, netns: int, task: Task, choose: Callable[[Netfilter], apply.Choice]
+    host: Host,
+    netns: int,
+    task: Task,
+    choose: Callable[[Netfilter], apply.Choice] = lambda _: apply.NO_CHOICE,
 ) -> dict[str, object]:
-    """Choose a back end in the namespace, and work there; in a child once programs are needed."""
-    with namespaces.visiting(netns):
-        task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
-        if task.choice.name == apply.NFTABLES:
-            confirm = host.confirm if host.may_be_left else None
-            with suppress(NeedsPrograms):
-                return work.run(
-                    task, namespaces.Inside(host.log.write), confirm, may_start_programs=False
-                )
+    """Work in a namespace with the task's back end; if it has none, with one that is chosen there.
+
+    It is done here, or by another process if programs are needed or others wait for this thread.
+    """
+    is_pressed = host.is_pressed()
+    if not (is_pressed and task.choice.name):
+        with namespaces.visiting(netns):
+            if not task.choice.name:
+                task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
+            if task.choice.name == apply.NFTABLES and not is_pressed:
+                confirm = host.confirm if host.may_be_left else None
+                with suppress(NeedsPrograms):
+                    return work.run(
+                        task, namespaces.Inside(host.log.write), confirm, may_start_programs=False
+                    )
     answer = host.run_inside(task, netns)
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
     return answer
 
 
-def _by(backend: str) -> Callable[[Netfilter], apply.Choice]:
-    """Choose a back end that is known already."""
-    return lambda _: apply.Choice(backend, "recorded")
+def _recorded(backend: str) -> apply.Choice:
+    return apply.Choice(backend, "recorded")
 
 
 def undo(host: Host, path: str, pinned: int | OSError, record: Attachment, deadline: float) -> bool:
@@ -158,8 +166,8 @@ def undo(host: Host, path: str, pinned: int | OSError, record: Attachment, deadl
     try:
         if namespaces.identity(netns) != record.inode or host.is_node_s(netns):
             return False
-        task = Task(CLEAN_UP, path, deadline, cookie=record.cookie)
-        return _inside(host, netns, task, _by(record.backend))["undone"] is True
+        task = Task(CLEAN_UP, path, deadline, _recorded(record.backend), cookie=record.cookie)
+        return _inside(host, netns, task)["undone"] is True
     finally:
         os.close(netns)
 
@@ -169,12 +177,12 @@ def difference(host: Host, record: Attachment, netns: int, deadline: float) -> s
     if not record.settings:
         return "programming it was never finished"
     config = read_settings(record.settings, lambda setting: setting.key)
-    task = Task(COMPARE, record.netns, deadline, config=config, cookie=record.cookie)
-    task = task._replace(variants=record.variants)
-    return str(_inside(host, netns, task, _by(record.backend))["difference"])
+    choice, variants = _recorded(record.backend), tuple(record.variants.items())
+    task = Task(COMPARE, record.netns, deadline, choice, config, record.cookie, variants)
+    return str(_inside(host, netns, task)["difference"])
 
 
 def derived_difference(host: Host, config: CaptureConfig, netns: int, deadline: float) -> str:
     """Return in what a namespace differs from a configuration, whatever holds our rules there."""
-    task = Task(COMPARE_ANY, "", deadline, config=config)
-    return str(_inside(host, netns, task, _by(apply.NFTABLES))["difference"])
+    task = Task(COMPARE_ANY, "", deadline, _recorded(apply.NFTABLES), config)
+    return str(_inside(host, netns, task)["difference"])

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import NamedTuple
 
 from istio_cni import constants
 from istio_cni.capture import apply, detect
-from istio_cni.capture.settings import read_settings, to_settings
+from istio_cni.capture.settings import to_settings
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
@@ -22,8 +21,6 @@ from istio_cni.rules.config import CaptureConfig
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from istio_cni.edge.netns import Inside
 
 PROGRAM, CLEAN_UP, COMPARE, COMPARE_ANY = "program", "clean up", "compare", "compare any"
@@ -32,44 +29,22 @@ LEFT_OUT = (
     "IPv6 is not captured: the pod's first address is IPv4; "
     "ISTIO_DUAL_STACK on the proxy captures both"
 )
-NOTHING = apply.Choice("", "")
 
 
 class Task(NamedTuple):
     """One piece of work; `path` is the namespace's, which programs lock as a file of its own.
 
     `deadline` is an instant of CLOCK_MONOTONIC. The namespace must be that of `cookie`, unless that
-    is 0. `variants` of iptables are what was recorded.
+    is 0. `variants` of iptables, each with its family's program, are what was recorded.
     """
 
     name: str
     path: str
     deadline: float
-    choice: apply.Choice = NOTHING
+    choice: apply.Choice = apply.NO_CHOICE
     config: CaptureConfig | None = None
     cookie: int = 0
-    variants: Mapping[str, str] = MappingProxyType({})
-
-    def to_json(self) -> dict[str, object]:
-        """Write the task for another process."""
-        settings = None if self.config is None else to_settings(self.config)
-        return {**self._asdict(), "config": settings, "variants": dict(self.variants)}
-
-    @classmethod
-    def of_json(cls, document: dict[str, object]) -> Task:
-        """Read a task that `to_json` wrote."""
-        task = cls(**document)  # type: ignore[arg-type] # by ourselves
-        settings: object = task.config
-        if isinstance(settings, dict):
-            task = task._replace(config=read_settings(settings, lambda setting: setting.key))
-        return task._replace(choice=apply.Choice(*task.choice))
-
-
-def prepare(task: Task) -> None:
-    """Work out the rules of a task's configuration, for processes that are forked afterwards."""
-    if task.config is not None:
-        for ipv6 in (False, True):
-            apply.prepare(task.config._replace(ipv6=ipv6), task.choice)
+    variants: tuple[tuple[str, str], ...] = ()
 
 
 def run(

@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
-from istio_cni.agent.server import Server
+from istio_cni.agent.lead import Turn
+from istio_cni.agent.server import Answer, Server
 from istio_cni.edge import proc
 from istio_cni.edge.callers import Caller
 from istio_cni.errors import DecodingFailure
@@ -24,9 +25,7 @@ CLONE_NEWNET = 0x40000000
 
 
 @contextmanager
-def serving(
-    directory: Path, answer: Callable[[Caller], None], workers: int = 2
-) -> Iterator[tuple[Server, str]]:
+def serving(directory: Path, answer: Answer, workers: int = 2) -> Iterator[tuple[Server, str]]:
     """Run a server at a path, and stop it."""
     path = str(directory / "agent" / "agent.sock")
     server = Server(path, answer, workers)
@@ -51,7 +50,7 @@ def ask(path: str, data: bytes = b"!") -> bytes:
         return b"".join(iter(lambda: caller.recv(1 << 16), b""))
 
 
-def echo(caller: Caller) -> None:
+def echo(caller: Caller, _: Turn) -> None:
     """Answer with what was asked."""
     caller.answer(caller.read(1))
 
@@ -77,14 +76,16 @@ def test_callers_are_answered_one_after_the_other_and_side_by_side(tmp_path: Pat
     assert workers() == []
 
 
-def test_a_call_that_waits_holds_up_no_other(tmp_path: Path) -> None:
-    """As long as there is a thread left."""
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_call_that_waits_holds_up_no_other(tmp_path: Path, tells: bool) -> None:
+    """As long as there is a thread left, and also if it has not told that it is going to wait."""
     slow = threading.Event()
 
-    def answer(caller: Caller) -> None:
+    def answer(caller: Caller, turn: Turn) -> None:
         asked = caller.read(1)
         if asked == b"s":
-            slow.wait(WAIT_S)
+            with turn.let_go() if tells else nullcontext():
+                slow.wait(WAIT_S)
         caller.answer(asked)
 
     with serving(tmp_path, answer) as (_, path), connect(path) as first:
@@ -110,7 +111,7 @@ def test_a_fault_costs_nobody_else(
 ) -> None:
     """The connection ends, which sends the launcher to its bundle; the log has the fault."""
 
-    def answer(caller: Caller) -> None:
+    def answer(caller: Caller, _: Turn) -> None:
         if caller.read(1) == b"x":
             raise fault
         caller.answer(b"fine")
@@ -155,9 +156,9 @@ def test_no_descriptors_are_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixt
     """The next caller waits until there are some again."""
     give_back: list[Callable[[], None]] = []
 
-    def answer(caller: Caller) -> None:
+    def answer(caller: Caller, turn: Turn) -> None:
         with caller:
-            echo(caller)
+            echo(caller, turn)
         if not give_back:
             give_back.append(take_all_descriptors())
 
@@ -182,7 +183,7 @@ def test_a_stranded_thread_is_replaced(tmp_path: Path, caplog: pytest.LogCapture
     libc = ctypes.CDLL(None, use_errno=True)
     where: list[object] = []
 
-    def answer(caller: Caller) -> None:
+    def answer(caller: Caller, _: Turn) -> None:
         where.append(proc.namespace(proc.THREAD_NETNS))
         if caller.read(1) == b"x":
             assert libc.unshare(CLONE_NEWNET) == 0
@@ -199,10 +200,10 @@ def test_stopping_finishes_what_was_taken_in(tmp_path: Path) -> None:
     """Those who are not yet are let go at once, and nobody new gets in."""
     going, begun = threading.Event(), threading.Event()
 
-    def answer(caller: Caller) -> None:
+    def answer(caller: Caller, turn: Turn) -> None:
         begun.set()
         going.wait(WAIT_S)
-        echo(caller)
+        echo(caller, turn)
 
     path = str(tmp_path / "agent.sock")
     server = Server(path, answer, workers=1)
@@ -228,7 +229,7 @@ def test_stopping_does_not_wait_longer_than_it_may(tmp_path: Path) -> None:
     """Whoever is late is told of."""
     going, begun = threading.Event(), threading.Event()
 
-    def answer(_: Caller) -> None:
+    def answer(_: Caller, __: Turn) -> None:
         begun.set()
         going.wait(WAIT_S)
 

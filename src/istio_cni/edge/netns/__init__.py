@@ -11,8 +11,8 @@ from istio_cni.edge.netns.child import (
     enter_sandbox,
     fork,
     outcome,
-    run_and_report,
     run_inside,
+    visit_and_report,
 )
 from istio_cni.edge.netns.entry import die_with_parent, leave, visiting
 from istio_cni.edge.netns.namespace import (
@@ -39,7 +39,7 @@ __all__ = [
     "leave",
     "open_netns",
     "outcome",
-    "run_and_report",
     "run_inside",
+    "visit_and_report",
     "visiting",
 ]

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from istio_cni import errors
 from istio_cni.constants import ROLLBACK_RESERVE_S
-from istio_cni.edge.netns import entry
+from istio_cni.edge.netns import entry, namespace
 from istio_cni.errors import (
     InternalError,
     Interrupted,
@@ -41,20 +41,20 @@ class Inside:
 
     `log(level, message)` reaches the caller's log; `shadow_lock(path)` puts a file over the
     node-wide xtables lock for iptables versions that know no other way, and tells whether it could.
-    A `shared` sandbox is left for one of its own first.
+    A shared sandbox is left for one of its own first.
     """
 
-    __slots__ = ("_shared", "log", "sandboxed")
+    __slots__ = ("is_shared", "log", "sandboxed")
 
     def __init__(self, log: Log, *, sandboxed: bool = False, shared: bool = False) -> None:
         self.log = log
         self.sandboxed = sandboxed
-        self._shared = shared
+        self.is_shared = shared
 
     def shadow_lock(self, path: str) -> bool:
         """Bind a file over the xtables lock, in the sandbox only."""
-        if self._shared:
-            self.sandboxed, self._shared = entry.enter_sandbox(self.log), False
+        if self.is_shared:
+            self.sandboxed, self.is_shared = entry.enter_sandbox(self.log), False
         return self.sandboxed and entry.shadow_lock(path, self.log)
 
 
@@ -101,18 +101,26 @@ def run_inside(
     return outcome(messages, deadline, log)
 
 
-def run_and_report(work: Callable[[Inside], object], netns: int, send: int) -> None:
-    """Do the same in this process, which was forked for it in a sandbox, and report to `send`.
+def visit_and_report(work: Callable[[Inside], object], netns: int, send: int) -> bool:
+    """Do the same in this process, which is in a shared sandbox, and report to `send`.
 
-    Whoever reads there need not wait for the end of the process, which takes the kernel a while.
+    False if it is in another namespace or a sandbox of its own by now, and must do no more.
     """
+    home = namespace.here()
+    is_foreign = namespace.is_foreign(netns)
+    sandbox: list[Inside] = []
 
     def live(log: Log) -> object:
+        sandbox.append(Inside(log, sandboxed=True, shared=True))
+        if not is_foreign:
+            with entry.visiting(netns):
+                return work(sandbox[0])
         entry.enter(netns)
         _die_with_reader_of(send)
-        return work(Inside(log, sandboxed=True, shared=True))
+        return work(sandbox[0])
 
     report(send, live)
+    return sandbox[0].is_shared and namespace.here() == home
 
 
 def fork(live: Callable[[], None], *keep: int) -> int:

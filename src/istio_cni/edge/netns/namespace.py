@@ -48,6 +48,11 @@ def identity(netns: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+def here() -> tuple[int, int] | None:
+    """Return the same of the namespace in which the calling thread is, None without /proc."""
+    return _identity_of("/proc/thread-self/ns/net")
+
+
 def is_netns(descriptor: int) -> bool:
     """Tell whether a descriptor is of a network namespace, and not of something else."""
     return _ioctl(descriptor, NS_GET_NSTYPE) == CLONE_NEWNET

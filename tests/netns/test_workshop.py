@@ -1,0 +1,178 @@
+"""The processes that do the agent's tasks: they go on to the next task, or another one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from istio_cni.agent.workshop import HANDS
+from launcher_agent import LIMIT, REPLY
+from netns.agents import (
+    OWN_NETNS,
+    Agent,
+    agent,
+    call,
+    connect,
+    family,
+    is_alive,
+    is_stopped,
+    opened,
+    send,
+)
+from netns.plugin import JSON, WEB, Node, Pod, Way, environment, give_address, rules, stdin
+from netns.test_sandbox import user_namespace_pod
+from netns.ways import install
+from waiting import wait
+
+__all__ = ["agent"]  # a fixture
+pytestmark = pytest.mark.netns
+
+BACKENDS = ("nftables", "iptables")
+
+
+@pytest.fixture
+def served(tmp_path: Path, launcher: Path, agent: Agent) -> Node:
+    """Return a node whose launcher asks the agent."""
+    node = Node(tmp_path)
+    node.add_pod()
+    node.way = Way(install(tmp_path / "bin", launcher, agent.socket))
+    return node
+
+
+def hands(agent: Agent) -> list[int]:
+    """Return the processes that take tasks, once all of them are there."""
+
+    def found() -> list[int]:
+        return [one for one in family(agent.workshop())[1:] if is_alive(one)]
+
+    wait(lambda: len(found()) == HANDS, "all of them are there")
+    return found()
+
+
+@contextmanager
+def stopped(processes: list[int]) -> Iterator[None]:
+    """Have processes stopped for the time of a block; some may have been killed meanwhile."""
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    wait(lambda: all(map(is_stopped, processes)), "they stop")
+    try:
+        yield
+    finally:
+        for process in filter(is_alive, processes):
+            os.kill(process, signal.SIGCONT)
+
+
+def add(served: Node, agent: Agent, netns: str, config: JSON, wait_s: float) -> object:
+    """Call ADD as a launcher that waits so long; return the code of the error, None if it worked.
+
+    The agent itself has half of that time.
+    """
+    data = call(environment("ADD", netns, WEB), stdin(config), wait_s=wait_s)
+    with opened(netns, OWN_NETNS) as descriptors, connect(agent.socket) as caller:
+        send(caller, data, descriptors)
+        answer = caller.recv(1 << 16)  # a task that nobody has taken yet holds it open
+    assert answer[REPLY.size - 2] == LIMIT["DONE"], answer
+    return json.loads(answer[REPLY.size :]).get("code")
+
+
+def test_processes_go_on_to_the_next_task(
+    served: Node, agent: Agent, new_netns: Callable[[], str]
+) -> None:
+    """They come home from each pod, and have no more open than before."""
+    before = hands(agent)
+    home = {os.readlink(f"/proc/{one}/ns/net") for one in before}
+    opened_before = [len(os.listdir(f"/proc/{one}/fd")) for one in before]
+    for number in range(3 * HANDS):
+        netns = new_netns()
+        give_address(netns, "10.1.0.5/24")
+        pod = Pod(f"web-{number}", uid=f"u{number}", container_id=f"{number:x}")
+        served.add_pod(pod)
+        config = served.config(backend="iptables")
+        for verb in ("ADD", "CHECK", "DEL"):
+            assert served.call(verb, netns, pod, config=config).status == 0
+    assert hands(agent) == before
+    assert {os.readlink(f"/proc/{one}/ns/net") for one in before} == home
+    assert [len(os.listdir(f"/proc/{one}/fd")) for one in before] == opened_before
+
+
+def test_a_process_that_has_ended_is_replaced(served: Node, agent: Agent, pod_netns: str) -> None:
+    """And costs no pod its start."""
+    config = served.config(backend="iptables")
+    for victim in hands(agent):
+        os.kill(victim, signal.SIGKILL)
+        assert served.call("ADD", pod_netns, config=config).status == 0
+        assert victim not in hands(agent)
+
+
+def test_a_process_that_went_into_a_user_namespace_is_replaced(
+    served: Node, agent: Agent, netns: str
+) -> None:
+    """There is no way back from there."""
+    before = hands(agent)
+    with user_namespace_pod(netns, mapped_first=True) as (path, _):
+        config = served.config(backend="iptables")
+        assert served.call("ADD", path, config=config).status == 0
+        wait(lambda: sum(map(is_alive, before)) == HANDS - 1, "it has ended")
+        assert len({*before, *hands(agent)}) == HANDS + 1
+        assert served.call("CHECK", path, config=config).silent
+
+
+@contextmanager
+def held_apply_lock(netns: str) -> Iterator[None]:
+    """Be somebody else who programs a namespace, for the time of a block."""
+    code = "import socket, sys; lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM);"
+    code += "lock.bind(b'\\0istio-cni/apply'); print(flush=True); sys.stdin.read()"
+    command = ["nsenter", f"--net={netns}", sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"\n"
+        yield
+
+
+def test_a_process_that_hangs_is_ended_in_time(served: Node, agent: Agent, pod_netns: str) -> None:
+    """Whoever asked is told, and nothing was changed; somebody else does the next task."""
+    busy, *others = hands(agent)
+    config = served.config(backend="iptables")
+
+    def hang() -> None:
+        """Stop it where it waits for somebody else to finish."""
+        at_work = f"/proc/{busy}/ns/net"
+        wait(lambda: os.readlink(at_work) != os.readlink(OWN_NETNS), "it is in the namespace")
+        os.kill(busy, signal.SIGSTOP)
+
+    with held_apply_lock(pod_netns), stopped(others):
+        hanging = threading.Thread(target=hang)
+        hanging.start()
+        since = time.monotonic()
+        assert add(served, agent, pod_netns, config, 2.0) == 11
+        assert time.monotonic() - since < 2.0
+        hanging.join()
+        wait(lambda: not is_alive(busy), "it is ended")
+    assert busy not in hands(agent)
+    assert not [line for line in rules(pod_netns) if "ISTIO" in line]
+    assert served.call("ADD", pod_netns, config=config).status == 0
+
+
+def test_a_task_that_nobody_takes_in_time_is_never_done(
+    served: Node, agent: Agent, pod_netns: str
+) -> None:
+    """Also when somebody has time again; with nf_tables nobody needs them."""
+    config = served.config(backend="iptables")
+    with stopped(hands(agent)):
+        assert add(served, agent, pod_netns, config, 1.0) == 11
+    assert served.call("DEL", pod_netns, config=config).silent  # its task comes after that one
+    assert served.records == []
+    assert not [line for line in rules(pod_netns) if "ISTIO" in line]
+    with stopped(hands(agent)):
+        native = served.config(backend="nftables")
+        assert served.call("ADD", pod_netns, config=native).stderr == ""
