@@ -141,8 +141,8 @@ def _wanted(found: Sequence[Case], words: Sequence[str] | None) -> list[Case]:
     chosen = [case for case in found if _is_wanted(case.rows, words)]
     others = (*SIZES, *pods.ROWS)
     if not chosen and not _is_wanted(others, words):
-        rows = ", ".join((*(row for case in found for row in case.rows), *others))
-        raise BenchFailed(f"no row has one of these words in its name; there are: {rows}")
+        rows = "\n  ".join((*(row for case in found for row in case.rows), *others))
+        raise BenchFailed(f"no row has one of these words in its name; there are:\n  {rows}")
     floor = [case for case in found if FLOOR in case.rows and case not in chosen]
     return [*floor, *chosen]
 

@@ -58,9 +58,13 @@ def main() -> int:
         return 1
     for folder in (current.resolve(), agent):
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        print(f"bundle: {folder.relative_to(ROOT)}: {size / 2**20:.1f} MiB")  # noqa: T201
-    print(f"bundle: done in {time.monotonic() - started:.0f} s")  # noqa: T201
+        _tell(f"{folder.relative_to(ROOT)}: {size / 2**20:.1f} MiB")
+    _tell(f"done in {time.monotonic() - started:.0f} s")
     return 0
+
+
+def _tell(what: str) -> None:
+    print(f"bundle: {what}", flush=True)  # noqa: T201 # a person's program
 
 
 def make_plugin() -> Path:
@@ -102,6 +106,7 @@ def freeze(
     has files to put into it as they are, by name.
     `check` is called with the folder before it appears. Raises BundleFailed.
     """
+    _tell(f"freezing {name}, for about half a minute")
     with tempfile.TemporaryDirectory(dir=_made(ROOT / "build"), prefix=f"{name}.") as work:
         scripts = {program: Path(work, f"{program}.py") for program in programs}
         for program, script in scripts.items():
@@ -124,6 +129,7 @@ def freeze(
             complete(made)
         for file, source in add.items():
             shutil.copy(source, made / file)
+        _tell(f"trying {name}")
         check(made)
         _move(made, folder)
     return folder
@@ -156,7 +162,7 @@ def smoke(folder: Path) -> None:
     _prove_launcher(folder)
     _run([str(folder / "istio-iptables"), "--version"], env={})
     if os.geteuid() != 0:
-        print("bundle: a bare root and a captured ADD were not tried: that needs root")  # noqa: T201
+        _tell("a bare root and a captured ADD were not tried: that needs root")
         return
     alone = recipe(f"/{folder.name}")
     _prove_version(Start(["chroot", str(folder.parent), *alone.argv], alone.env))
