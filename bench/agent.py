@@ -109,7 +109,7 @@ class Agent:
             raise BenchFailed(f"the agent counts {counted} calls, not {self.calls}, and {others}")
 
     def memory_mib(self, pods: int) -> tuple[float, float]:
-        """Return its resident memory, and its and its workshop's proportional share.
+        """Return its resident memory, and the proportional shares of it and all of its workshop.
 
         Raises BenchFailed unless it knows so many pods.
         """
@@ -117,8 +117,7 @@ class Agent:
         if self._process is None or known != pods:
             raise BenchFailed(f"the agent knows {known} pods, not {pods}")
         process = self._process.pid
-        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-        shares = (_kib(f"/proc/{each}/smaps_rollup", "Pss") for each in (process, *children))
+        shares = (_kib(f"/proc/{each}/smaps_rollup", "Pss") for each in _family(process))
         return _kib(f"/proc/{process}/status", "VmRSS") / 1024, sum(shares) / 1024
 
     def _is_ready(self) -> bool:
@@ -166,6 +165,12 @@ def _free_port() -> int:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
+
+
+def _family(process: int) -> list[int]:
+    """Return a process and all that come from it; only the agent itself has several threads."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [process, *(each for child in children for each in _family(int(child)))]
 
 
 def _kib(path: str, field: str) -> int:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from istio_cni.agent.workshop import HANDS
 from launcher_agent import LIMIT, REPLY
+from namespaces import inside
 from netns.agents import (
     OWN_NETNS,
     Agent,
@@ -91,7 +92,12 @@ def test_processes_go_on_to_the_next_task(
     """They come home from each pod, and have no more open than before."""
     before = hands(agent)
     home = {os.readlink(f"/proc/{one}/ns/net") for one in before}
-    opened_before = [len(os.listdir(f"/proc/{one}/fd")) for one in before]
+
+    def descriptors() -> set[int]:
+        return {len(os.listdir(f"/proc/{one}/fd")) for one in before}
+
+    wait(lambda: len(descriptors()) == 1, "each has closed what it does not need")
+    opened_before = descriptors()
     for number in range(3 * HANDS):
         netns = new_netns()
         give_address(netns, "10.1.0.5/24")
@@ -102,7 +108,7 @@ def test_processes_go_on_to_the_next_task(
             assert served.call(verb, netns, pod, config=config).status == 0
     assert hands(agent) == before
     assert {os.readlink(f"/proc/{one}/ns/net") for one in before} == home
-    assert [len(os.listdir(f"/proc/{one}/fd")) for one in before] == opened_before
+    assert descriptors() == opened_before
 
 
 def test_a_process_that_has_ended_is_replaced(served: Node, agent: Agent, pod_netns: str) -> None:
@@ -176,3 +182,33 @@ def test_a_task_that_nobody_takes_in_time_is_never_done(
     with stopped(hands(agent)):
         native = served.config(backend="nftables")
         assert served.call("ADD", pod_netns, config=native).stderr == ""
+
+
+@pytest.mark.parametrize("others_wait", [False, True])
+def test_nf_tables_is_left_to_them_while_others_wait(
+    served: Node, agent: Agent, pod_netns: str, others_wait: bool
+) -> None:
+    """The thread that takes callers in has its own work to do; the outcome is the same."""
+    workers = hands(agent)
+    config = served.config(backend="nftables")
+    assert served.call("ADD", pod_netns, config=config).status == 0
+    data = call(environment("DEL", pod_netns, WEB), stdin(config), wait_s=2.0)
+
+    def away() -> bool:
+        return any(os.readlink(f"/proc/{one}/ns/net") != os.readlink(OWN_NETNS) for one in workers)
+
+    with opened(pod_netns, OWN_NETNS) as descriptors, connect(agent.socket) as caller:
+        with held_apply_lock(pod_netns), ExitStack() as stack:
+            if others_wait:
+                time.sleep(0.01)  # that one is taken in, and its call is waited for
+                stack.enter_context(connect(agent.socket))
+            send(caller, data, descriptors)
+            if others_wait:
+                wait(away, "one of them is in the namespace", patience_s=0.5)
+            else:
+                time.sleep(0.1)
+                assert not away()
+        answer = caller.recv(1 << 16)
+    assert answer[REPLY.size - 2 :] == bytes((LIMIT["DONE"], 0)), answer
+    assert served.records == []
+    assert "istio" not in inside(pod_netns, ["nft", "list", "tables"])

@@ -12,6 +12,7 @@ which is made once: a copy of all mounts for each task would cost more than the 
 from __future__ import annotations
 
 import array
+import errno
 import gc
 import math
 import mmap
@@ -42,6 +43,7 @@ FIND_S = 15.0  # for the trial of each variant, kernel modules included
 HANDS = 4  # processes that take tasks; more tasks wait
 TASKS_MAX = 1000  # of one process: what it may have gathered goes with it
 TASK_MAX_BYTES = 1 << 20  # all annotations of a pod have a quarter of that
+_SO_SNDBUFFORCE = 32
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 _FORK_PAUSE_S = 0.2
 _REST_S = 0.02  # before another process takes the place of one that has ended
@@ -72,7 +74,8 @@ class Workshop:
                 os._exit(0)
         tasks.close()
         orders.close()
-        self._tasks.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * TASK_MAX_BYTES)
+        with suppress(PermissionError):  # then long tasks are the plugin's own
+            self._tasks.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * TASK_MAX_BYTES)
         self._sending = threading.Lock()
         self._is_open = True
 
@@ -105,12 +108,14 @@ class Workshop:
 
     def _hand_over(self, channel: socket.socket, what: bytes, *descriptors: int) -> None:
         rights = [(*_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        if len(what) > TASK_MAX_BYTES:
+            raise WorkshopClosed(f"a task of {len(what)} bytes is too long")
         try:
             with self._sending:
                 channel.sendmsg([what], rights, socket.MSG_DONTWAIT)
         except OSError as error:
-            self._is_open = isinstance(error, BlockingIOError)
-            raise WorkshopClosed(f"the agent cannot run iptables: {error.strerror}") from error
+            self._is_open &= error.errno not in (errno.EPIPE, errno.ECONNRESET)
+            raise WorkshopClosed(f"the workshop takes no task: {error.strerror}") from error
 
     def find_backend(self, log: Log, wait_s: float = FIND_S) -> str:
         """Find out what `auto` means on this node: one of `netconf.NODE_BACKENDS`."""
