@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 Log = Callable[[str, str], None]
 FIND_S = 15.0  # for the trial of each variant, kernel modules included
-HANDS = 4  # processes that take tasks; more tasks wait
+HANDS = 3  # processes that take tasks, of 7 MiB each; more tasks wait
 TASKS_MAX = 1000  # of one process: what it may have gathered goes with it
-TASK_MAX_BYTES = 1 << 20  # all annotations of a pod have a quarter of that
+TASK_MAX_BYTES = 1 << 18  # as much as all annotations of a pod may have
 _SO_SNDBUFFORCE = 32
 _RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 _FORK_PAUSE_S = 0.2
