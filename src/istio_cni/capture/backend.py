@@ -8,7 +8,9 @@ choice has its reason, for logs and explanations.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import NamedTuple, TypeVar
 
 from istio_cni.constants import NFT_FAMILY, NFT_GUARD, NFT_TABLES
 from istio_cni.edge import netlink
@@ -17,7 +19,26 @@ from istio_cni.rules.config import CaptureConfig
 
 AUTO, IPTABLES, NFTABLES = "auto", "iptables", "nftables"
 DISTINCT = 128  # configurations whose rules are kept; compiled, each takes some 50 kB
+ENTRIES_KEPT = 100  # of a configuration's lists: whoever writes annotations must not fill memory
 _IPTABLES = frozenset(netlink.IPTABLES_TABLES)
+
+
+Made = TypeVar("Made")
+
+
+def once_each(make: Callable[[CaptureConfig], Made]) -> Callable[[CaptureConfig], Made]:
+    """Keep what is made of a configuration, unless it is long; most pods of a node have the same.
+
+    `cache_clear` forgets all of it.
+    """
+    kept = lru_cache(maxsize=DISTINCT)(make)
+
+    @wraps(make)
+    def made(config: CaptureConfig) -> Made:
+        return kept(config) if config.entries <= ENTRIES_KEPT else make(config)
+
+    made.cache_clear = kept.cache_clear  # type: ignore[attr-defined] # as functools has it
+    return made
 
 
 class Choice(NamedTuple):

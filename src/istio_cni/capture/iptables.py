@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 
 from istio_cni import constants
 from istio_cni.capture import routing
-from istio_cni.capture.backend import DISTINCT, IPTABLES, Choice, Report, ours_native
+from istio_cni.capture.backend import IPTABLES, Choice, Report, once_each, ours_native
 from istio_cni.capture.session import REFUSE, REWRITE, Log, other_rules
 from istio_cni.capture.tools import BASE, Held, kept, survey
 from istio_cni.capture.transaction import running
@@ -45,7 +44,7 @@ def program(
         return Report(variants, run.changed, IPTABLES, choice.reason)
 
 
-@lru_cache(maxsize=DISTINCT)
+@once_each
 def prepare(config: CaptureConfig) -> Ruleset:
     """Return the rule set of a configuration that iptables can take, or refuse it."""
     ruleset = generate(config)
@@ -58,7 +57,7 @@ def prepare(config: CaptureConfig) -> Ruleset:
     return ruleset
 
 
-@lru_cache(maxsize=DISTINCT)
+@once_each
 def fresh_texts(config: CaptureConfig) -> Mapping[Family, str]:
     """Return what is loaded for each family where nothing is there."""
     ruleset = prepare(config)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 from istio_cni.capture import routing
-from istio_cni.capture.backend import DISTINCT, NFTABLES, Report, guard_stands, may_hold_iptables
+from istio_cni.capture.backend import NFTABLES, Report, guard_stands, may_hold_iptables, once_each
 from istio_cni.capture.detect import resolve_owners
 from istio_cni.capture.session import REFUSE, REWRITE, Log, changing, rules_difference
 from istio_cni.constants import NFT_FAMILY, NFT_GUARD
@@ -31,9 +30,8 @@ def compile_rules(config: CaptureConfig) -> Wanted:
     return _compiled(resolve_owners(config))
 
 
-@lru_cache(maxsize=DISTINCT)
+@once_each
 def _compiled(config: CaptureConfig) -> Wanted:
-    """Compile each distinct configuration once: most pods of a node have the same."""
     tables = complete(generate(config))
     messages = nfnetlink.messages(tables)
     return Wanted(tables, messages, nfnetlink.fingerprint(messages))

@@ -25,7 +25,7 @@ SIDECAR = "sidecar.istio.io/"
 REROUTE = "istio.io/reroute-virtual-interfaces"
 KUBEVIRT = f"{TRAFFIC}kubevirtInterfaces"
 EXCLUDE_INBOUND = f"{TRAFFIC}excludeInboundPorts"
-TEXTS_KEPT = 512  # values of annotations, parsed
+TEXTS_KEPT, TEXT_KEPT_MAX = 512, 256  # values of annotations, parsed; characters of one
 UNKNOWN_MAX = 5  # unknown annotations that are named; the rest is counted
 
 
@@ -90,7 +90,7 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
     for the first annotation, in the reference's order, that is not allowed.
     """
     warnings = _unknown(pod, strict=netconf.strict_annotations)
-    fields = {row.field: _parsed(row.parse, *_value(row, pod)) for row in ANNOTATIONS}
+    fields = {row.field: _read(row, pod) for row in ANNOTATIONS}
     config = CaptureConfig(
         proxy_uids=(_id(pod.proxy.uid if pod.proxy else None, "runAsUser"),),
         proxy_gids=(_id(pod.proxy.gid if pod.proxy else None, "runAsGroup"),),
@@ -103,10 +103,17 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
     return _with_environment(_with_netconf(config, netconf), pod, warnings), warnings
 
 
-@lru_cache(maxsize=TEXTS_KEPT)
+def _read(row: Annotation, pod: Pod) -> object:
+    """Parse each text once, unless it is long: most pods of a node say the same."""
+    text, where = _value(row, pod)
+    return (_kept if len(text) <= TEXT_KEPT_MAX else _parsed)(row.parse, text, where)
+
+
 def _parsed(parse: Callable[[str, str], object], text: str, where: str) -> object:
-    """Parse each distinct text once: most pods of a node say the same."""
     return parse(text, where)
+
+
+_kept = lru_cache(maxsize=TEXTS_KEPT)(_parsed)
 
 
 def _value(row: Annotation, pod: Pod) -> tuple[str, str]:

@@ -62,6 +62,11 @@ class CaptureConfig(NamedTuple):
     iptables_variant: str = ""
 
     @property
+    def entries(self) -> int:
+        """How many items all its lists have."""
+        return sum(len(value) for value in self if isinstance(value, tuple))
+
+    @property
     def tproxy(self) -> bool:
         """Whether inbound traffic goes through TPROXY instead of REDIRECT."""
         return self.mode == "TPROXY"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from istio_cni.capture.backend import (
+    ENTRIES_KEPT,
     IPTABLES,
     NFTABLES,
     Choice,
@@ -12,10 +13,13 @@ from istio_cni.capture.backend import (
     may_hold_iptables,
     ours_native,
 )
+from istio_cni.capture.iptables import fresh_texts
+from istio_cni.capture.native import compile_rules
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netlink import Listed
 from istio_cni.rules.config import CaptureConfig
+from istio_cni.rules.model import PortRange
 
 
 @pytest.mark.parametrize("foreign", [False, True])
@@ -78,3 +82,20 @@ def test_our_tables_are_told_by_family_and_name() -> None:
 def test_tables_of_iptables_may_hold_rules_of_ours(family: str, name: str) -> None:
     """Those that iptables-nft makes, among others, whoever made them."""
     assert may_hold_iptables((Listed("inet", "x", ""), Listed(family, name, "")))
+
+
+def test_what_is_made_of_a_configuration_is_kept() -> None:
+    """Most pods of a node have the same."""
+    assert compile_rules(CaptureConfig()) is compile_rules(CaptureConfig())
+    texts = [fresh_texts(CaptureConfig(drop_invalid=True)) for _ in range(2)]
+    assert texts[0] is texts[1]
+
+
+def test_what_is_long_is_made_anew() -> None:
+    """Pods with long lists, each with others, must not fill the memory of who serves them."""
+    for length, is_kept in ((ENTRIES_KEPT - 10, True), (ENTRIES_KEPT + 1, False)):
+        ports = tuple(PortRange(port, port) for port in range(1, length + 1))
+        config = CaptureConfig(outbound_ports_excluded=ports)
+        for make in (compile_rules, fresh_texts):
+            assert (make(config) is make(config)) is is_kept
+            assert make(config) == make(config)

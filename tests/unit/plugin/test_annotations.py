@@ -7,6 +7,7 @@ import time
 import pytest
 
 from istio_cni.errors import InvalidNetconf, InvalidParameter
+from istio_cni.plugin import annotations
 from istio_cni.plugin.annotations import ANNOTATIONS, KUBEVIRT, OTHER_KNOWN, capture_config
 from istio_cni.plugin.netconf import Netconf
 from istio_cni.plugin.pod import Pod
@@ -421,3 +422,17 @@ def test_families_are_left_open() -> None:
     """They depend on addresses, which only the namespace has."""
     config, _ = configure(env=[{"name": "ISTIO_DUAL_STACK", "value": "true"}])
     assert (config.ipv6, config.dual_stack) == (False, True)
+
+
+def test_long_texts_are_not_kept() -> None:
+    """Pods with long annotations, each with others, must not fill the memory of who serves them."""
+    name, kept = f"{TRAFFIC}excludeOutboundPorts", annotations._kept  # noqa: SLF001
+    for port in range(1, annotations.TEXTS_KEPT + 10):
+        assert configure({name: str(port)})
+    assert kept.cache_info().currsize == annotations.TEXTS_KEPT
+    before = kept.cache_info().misses
+    long = ",".join(map(str, range(1, annotations.TEXT_KEPT_MAX)))
+    for _ in range(2):
+        config, _ = configure({name: long})
+        assert len(config.outbound_ports_excluded) == annotations.TEXT_KEPT_MAX - 1
+    assert kept.cache_info().misses - before < len(ANNOTATIONS)  # those of the others
