@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,13 +24,12 @@ from netns.agents import (
     agent,
     call,
     connect,
-    family,
     is_alive,
     is_stopped,
     opened,
     send,
 )
-from netns.plugin import JSON, WEB, Node, Pod, Way, environment, give_address, rules, stdin
+from netns.plugin import JSON, WEB, Node, Pod, Way, environment, give_address, is_captured, stdin
 from netns.test_sandbox import user_namespace_pod
 from netns.ways import install
 from waiting import wait
@@ -50,14 +49,28 @@ def served(tmp_path: Path, launcher: Path, agent: Agent) -> Node:
     return node
 
 
+def processes(agent: Agent) -> list[int]:
+    """Return the processes that take tasks."""
+    workshop = agent.workshop()
+    children = Path(f"/proc/{workshop}/task/{workshop}/children").read_text().split()
+    return sorted(filter(is_alive, map(int, children)))
+
+
 def hands(agent: Agent) -> list[int]:
-    """Return the processes that take tasks, once all of them are there."""
+    """Return the processes that always take tasks, once there are no others."""
+    wait(lambda: len(processes(agent)) == HANDS, "all of them are there, and nobody else")
+    return processes(agent)
 
-    def found() -> list[int]:
-        return [one for one in family(agent.workshop())[1:] if is_alive(one)]
 
-    wait(lambda: len(found()) == HANDS, "all of them are there")
-    return found()
+def away(agent: Agent) -> list[int]:
+    """Return those that are in another network namespace."""
+
+    def place(process: int | str) -> str:
+        with suppress(FileNotFoundError):
+            return os.readlink(f"/proc/{process}/ns/net")
+        return ""
+
+    return [one for one in processes(agent) if place(one) not in ("", place("self"))]
 
 
 @contextmanager
@@ -73,8 +86,8 @@ def stopped(processes: list[int]) -> Iterator[None]:
             os.kill(process, signal.SIGCONT)
 
 
-def add(served: Node, agent: Agent, netns: str, config: JSON, wait_s: float) -> object:
-    """Call ADD as a launcher that waits so long; return the code of the error, None if it worked.
+def add(agent: Agent, netns: str, config: JSON, wait_s: float) -> object:
+    """Call ADD as a launcher that waits so long; return the code of the error, or "declined".
 
     The agent itself has half of that time.
     """
@@ -82,7 +95,8 @@ def add(served: Node, agent: Agent, netns: str, config: JSON, wait_s: float) -> 
     with opened(netns, OWN_NETNS) as descriptors, connect(agent.socket) as caller:
         send(caller, data, descriptors)
         answer = caller.recv(1 << 16)  # a task that nobody has taken yet holds it open
-    assert answer[REPLY.size - 2] == LIMIT["DONE"], answer
+    if answer[REPLY.size - 2] == LIMIT["DECLINED"]:
+        return "declined"
     return json.loads(answer[REPLY.size :]).get("code")
 
 
@@ -160,28 +174,96 @@ def test_a_process_that_hangs_is_ended_in_time(served: Node, agent: Agent, pod_n
         hanging = threading.Thread(target=hang)
         hanging.start()
         since = time.monotonic()
-        assert add(served, agent, pod_netns, config, 2.0) == 11
+        assert add(agent, pod_netns, config, 2.0) == 11
         assert time.monotonic() - since < 2.0
         hanging.join()
         wait(lambda: not is_alive(busy), "it is ended")
     assert busy not in hands(agent)
-    assert not [line for line in rules(pod_netns) if "ISTIO" in line]
+    assert not is_captured(pod_netns)
     assert served.call("ADD", pod_netns, config=config).status == 0
 
 
-def test_a_task_that_nobody_takes_in_time_is_never_done(
+def test_a_task_that_nobody_takes_is_left_to_the_bundle(
     served: Node, agent: Agent, pod_netns: str
 ) -> None:
-    """Also when somebody has time again; with nf_tables nobody needs them."""
+    """It is never done, also when somebody has time again; with nf_tables nobody needs them."""
     config = served.config(backend="iptables")
     with stopped(hands(agent)):
-        assert add(served, agent, pod_netns, config, 1.0) == 11
-    assert served.call("DEL", pod_netns, config=config).silent  # its task comes after that one
-    assert served.records == []
-    assert not [line for line in rules(pod_netns) if "ISTIO" in line]
-    with stopped(hands(agent)):
+        assert add(agent, pod_netns, config, 2.0) == "declined"
+        assert served.records == []
         native = served.config(backend="nftables")
         assert served.call("ADD", pod_netns, config=native).stderr == ""
+    for verb in ("CHECK", "DEL"):
+        assert served.call(verb, pod_netns, config=native).silent
+    assert not is_captured(pod_netns)
+
+
+def test_those_that_wait_are_not_waited_for(
+    served: Node, agent: Agent, new_netns: Callable[[], str]
+) -> None:
+    """Others come and go again; a task whose caller has gone is no task any more."""
+    before = hands(agent)
+    config = served.config(backend="iptables")
+    with ExitStack() as locks:
+        with ExitStack() as callers:
+            for number in range(HANDS + 1):
+                netns = new_netns()
+                give_address(netns, "10.1.0.5/24")
+                pod = Pod(f"slow-{number}", uid=f"u{number}", container_id=f"{number:x}")
+                served.add_pod(pod)
+                locks.enter_context(held_apply_lock(netns))
+                caller = callers.enter_context(connect(agent.socket))
+                with opened(netns, OWN_NETNS) as descriptors:
+                    send(caller, call(environment("ADD", netns, pod), stdin(config)), descriptors)
+                wait(lambda: len(away(agent)) > number, "it waits")  # noqa: B023 # at once
+            netns = new_netns()
+            give_address(netns, "10.1.0.5/24")
+            since = time.monotonic()
+            answer = served.call("ADD", netns, config=config)
+            assert (answer.status, answer.stderr) == (0, "")
+            assert served.call("DEL", netns, config=config).silent
+            assert not is_captured(netns)
+            assert time.monotonic() - since < 2.0
+        wait(lambda: not away(agent), "nobody waits for those who have gone")
+    assert hands(agent) == before
+
+
+def test_a_user_namespace_after_a_deletion(
+    served: Node, agent: Agent, new_netns: Callable[[], str]
+) -> None:
+    """The kernel takes a while over deletions; a thread waits for it, and is not in the way."""
+    _, *others = hands(agent)
+    native, programs = served.config(backend="nftables"), served.config(backend="iptables")
+    pod, outside = new_netns(), new_netns()
+    give_address(pod, "10.1.0.5/24")
+    with user_namespace_pod(outside, mapped_first=True) as (path, _):
+        assert served.call("ADD", pod, config=native).status == 0
+        with stopped(others), opened(pod, OWN_NETNS) as descriptors, ExitStack() as stack:
+            caller = stack.enter_context(connect(agent.socket))
+            time.sleep(0.01)  # it is taken in
+            stack.enter_context(connect(agent.socket))
+            data = call(environment("DEL", pod, WEB), stdin(native), wait_s=2.0)
+            send(caller, data, descriptors)
+            remapped = Pod("remapped", uid="r", container_id="4e")
+            served.add_pod(remapped)
+            answer = served.call("ADD", path, remapped, config=programs)
+            assert (answer.status, answer.stderr) == (0, "")
+            assert caller.recv(1 << 16)[REPLY.size - 2 :] == bytes((LIMIT["DONE"], 0))
+
+
+def test_who_ends_while_others_are_asked_for_is_replaced(
+    served: Node, agent: Agent, pod_netns: str
+) -> None:
+    """The workshop hears of both at the same moment."""
+    config = served.config(backend="iptables")
+    for _ in range(3):
+        first, *others = hands(agent)
+        with stopped([agent.workshop()]), stopped([first]), held_apply_lock(pod_netns):
+            for each in others:
+                os.kill(each, signal.SIGKILL)
+            wait(lambda: processes(agent) == [first], "they have ended")  # noqa: B023 # at once
+        assert len(hands(agent)) == HANDS
+    assert served.call("ADD", pod_netns, config=config).status == 0
 
 
 @pytest.mark.parametrize("others_wait", [False, True])
@@ -189,13 +271,10 @@ def test_nf_tables_is_left_to_them_while_others_wait(
     served: Node, agent: Agent, pod_netns: str, others_wait: bool
 ) -> None:
     """The thread that takes callers in has its own work to do; the outcome is the same."""
-    workers = hands(agent)
+    hands(agent)
     config = served.config(backend="nftables")
     assert served.call("ADD", pod_netns, config=config).status == 0
     data = call(environment("DEL", pod_netns, WEB), stdin(config), wait_s=2.0)
-
-    def away() -> bool:
-        return any(os.readlink(f"/proc/{one}/ns/net") != os.readlink(OWN_NETNS) for one in workers)
 
     with opened(pod_netns, OWN_NETNS) as descriptors, connect(agent.socket) as caller:
         with held_apply_lock(pod_netns), ExitStack() as stack:
@@ -204,10 +283,10 @@ def test_nf_tables_is_left_to_them_while_others_wait(
                 stack.enter_context(connect(agent.socket))
             send(caller, data, descriptors)
             if others_wait:
-                wait(away, "one of them is in the namespace", patience_s=0.5)
+                wait(lambda: away(agent), "one of them is there", patience_s=0.5)
             else:
                 time.sleep(0.1)
-                assert not away()
+                assert not away(agent)
         answer = caller.recv(1 << 16)
     assert answer[REPLY.size - 2 :] == bytes((LIMIT["DONE"], 0)), answer
     assert served.records == []

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple, NoReturn
 
 from istio_cni.agent import frame, metrics
@@ -140,17 +141,24 @@ class Serving(Host):
         """Tell whether a namespace is the host's or the agent's own."""
         return self.is_node_s(netns) or namespaces.identity(netns) == self._node.own_netns
 
-    def is_pressed(self) -> bool:
-        """Tell whether others wait for this thread, and the workshop has a process free."""
-        return self._turn.is_wanted() and self._node.workshop.is_free
+    def run_elsewhere(self, task: Task, netns: int) -> object:
+        """Have a task done by the workshop if others wait for this thread, and it has time."""
+        if not (self._turn.is_wanted() and self._node.workshop.is_free):
+            return None
+        with suppress(WorkshopClosed):
+            return self._in_workshop(task, netns)
+        return None
 
     def run_inside(self, task: Task, netns: int) -> object:
         """Have a task done by a process of the workshop's."""
         try:
-            with self._turn.let_go():
-                return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
+            return self._in_workshop(task, netns)
         except WorkshopClosed as error:
             self.decline(error.msg)
+
+    def _in_workshop(self, task: Task, netns: int) -> object:
+        with self._turn.let_go():
+            return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
 
     def confirm(self) -> None:
         """Raise GivenUp once the caller has gone, or is about to."""

@@ -21,10 +21,10 @@ import pickle
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -40,20 +40,42 @@ if TYPE_CHECKING:
 
 Log = Callable[[str, str], None]
 FIND_S = 15.0  # for the trial of each variant, kernel modules included
-HANDS = 3  # processes that take tasks, of 7 MiB each; more tasks wait
+HANDS, HANDS_MAX = 3, 16  # processes that take tasks, of 7 MiB each: always, and while all wait
 TASKS_MAX = 1000  # of one process: what it may have gathered goes with it
 TASK_MAX_BYTES = 1 << 18  # as much as all annotations of a pod may have
-_SO_SNDBUFFORCE = 32
-_RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+TAKE_S = 0.3  # for somebody to take a task; the plugin in process needs time, too
+_EXTRA_S = 2.0  # that a process beyond `HANDS` waits for a task
+_LOOK_EVERY_S = 1.0  # whether somebody is overdue
 _FORK_PAUSE_S = 0.2
 _REST_S = 0.02  # before another process takes the place of one that has ended
-_OVERDUE, _MOUNTS = b"o", b"m"
+_SO_SNDBUFFORCE = 32
+_RIGHTS = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
+_MORE, _MOUNTS = b"+", b"m"
 _DESCRIPTORS_MAX = 3  # where the answer goes, the namespace, the caller
-_INSTANT = struct.Struct("=d")  # of CLOCK_MONOTONIC, in seconds
+_NOBODY, _WAITS = -math.inf, math.inf
 
 
 class WorkshopClosed(TryAgainLater):
-    """The workshop has died; the plugin in process can do without."""
+    """Nobody has begun the task, nor will anybody; the plugin in process can do it."""
+
+
+class _Memory:
+    """What the agent and all of the workshop see: one writes it, nobody waits for anybody.
+
+    `until` is an instant of CLOCK_MONOTONIC for each process's place: by then it is done with its
+    task; `_WAITS` if it has none, `_NOBODY` if there is none. `taken` tells of each task by number
+    whether somebody has begun with it.
+    """
+
+    __slots__ = ("taken", "until")
+
+    def __init__(self) -> None:
+        shared = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+        size = HANDS_MAX * 8
+        self.until = shared[:size].cast("d")  # written at once, unlike by `struct`
+        self.taken = shared[size : size + 4 * HANDS_MAX]
+        for place in range(HANDS_MAX):
+            self.until[place] = _NOBODY
 
 
 class Workshop:
@@ -62,14 +84,13 @@ class Workshop:
     def __init__(self) -> None:
         self._tasks, tasks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders, orders = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory = mmap.mmap(-1, HANDS * _INSTANT.size)  # shared with all of the workshop
-        self._notes = [_Note(memory, place) for place in range(HANDS)]
+        self._memory = _Memory()
         self._process = os.fork()
         if self._process == 0:
             try:
                 self._tasks.close()
                 self._orders.close()
-                _serve(orders, tasks, self._notes)
+                _serve(orders, tasks, self._memory)
             finally:
                 os._exit(0)
         tasks.close()
@@ -77,27 +98,48 @@ class Workshop:
         with suppress(PermissionError):  # then long tasks are the plugin's own
             self._tasks.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 2 * TASK_MAX_BYTES)
         self._sending = threading.Lock()
+        self._numbers = deque(range(len(self._memory.taken)))  # of tasks to come
         self._is_open = True
 
     @property
     def is_free(self) -> bool:
         """Whether a process waits for a task, as far as the agent knows."""
-        return self._is_open and any(note.read() == math.inf for note in self._notes)
+        return self._is_open and _WAITS in self._memory.until.tolist()
 
     def run(self, task: Task, netns: int, caller: int, log: Log) -> object:
         """Have a task done in a namespace, and return its result; its errors are raised here.
 
         `caller` is the connection of whoever asked. Raises WorkshopClosed if nothing was begun.
         """
+        if not self.is_free:
+            self._hand_over(self._orders, _MORE)
+        number = self._numbers.popleft()
+        try:
+            messages = self._have_done(task, number, netns, caller)
+            if not (messages or self._memory.taken[number]):
+                raise WorkshopClosed("nobody takes the task")
+        finally:
+            self._numbers.append(number)
+        return namespaces.outcome(messages, task.deadline, log)
+
+    def _have_done(
+        self, task: Task, number: int, netns: int, caller: int
+    ) -> list[dict[str, object]]:
+        """Return what is told of a task; nothing if nobody takes it in time.
+
+        Whoever takes it later sees that nobody waits for the answer any more.
+        """
         receive, send = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with receive:
+            self._memory.taken[number] = 0
             with send:
-                self._hand_over(self._tasks, pickle.dumps(task), send.fileno(), netns, caller)
-            messages = namespaces.collect(receive.fileno(), task.deadline)
-        if task.deadline <= time.monotonic():
-            with suppress(WorkshopClosed):  # then nobody is left to be ended
-                self._hand_over(self._orders, _OVERDUE)
-        return namespaces.outcome(messages, task.deadline, log)
+                what = pickle.dumps((number, task))
+                self._hand_over(self._tasks, what, send.fileno(), netns, caller)
+            poll = select.poll()
+            poll.register(receive, select.POLLIN)
+            if not (poll.poll(TAKE_S * 1000) or self._memory.taken[number]):
+                return []
+            return namespaces.collect(receive.fileno(), task.deadline)
 
     def begin(self, mounts: int | None) -> None:
         """Begin; `mounts` is a descriptor of the node's mount namespace, None where that is ours.
@@ -136,7 +178,7 @@ class Workshop:
 # -- in the workshop -------------------------------------------------------------------------------
 
 
-def _serve(orders: socket.socket, tasks: socket.socket, notes: list[_Note]) -> None:
+def _serve(orders: socket.socket, tasks: socket.socket, memory: _Memory) -> None:
     """Keep processes for tasks until the agent closes its end."""
     namespaces.die_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends when it has finished
@@ -148,7 +190,7 @@ def _serve(orders: socket.socket, tasks: socket.socket, notes: list[_Note]) -> N
     if what == _MOUNTS:
         namespaces.enter_sandbox(next(iter(descriptors), None), _complain)
         gc.freeze()  # a search for cycles would copy what processes share
-        _Hands(orders, tasks, notes).keep()
+        _Hands(orders, tasks, memory).keep()
 
 
 def _load() -> None:
@@ -174,42 +216,47 @@ def _complain(_: str, message: str) -> None:
 
 
 class _Hands:
-    """The processes that take tasks. Each has a place, and its note there."""
+    """The processes that take tasks, each with a place of its own."""
 
-    def __init__(self, orders: socket.socket, tasks: socket.socket, notes: list[_Note]) -> None:
+    def __init__(self, orders: socket.socket, tasks: socket.socket, memory: _Memory) -> None:
         self._orders = orders
         self._tasks = tasks
-        self._notes = notes
+        self._memory = memory
         self._processes: dict[int, int] = {}  # by place
         self._ends: dict[int, int] = {}  # places, by the pipe that ends with the process
         self._poll = select.poll()
         self._poll.register(orders, select.POLLIN)
 
     def keep(self) -> None:
-        """Replace those that end; end those that are overdue when the agent says that some are."""
+        """Replace those that end, end those that are overdue, and add some when all are busy."""
+        wanted = HANDS
         while True:
-            pause_ms = None
+            pause_s = _LOOK_EVERY_S
             try:
-                for place in set(range(len(self._notes))) - self._processes.keys():
-                    self._fork(place)
+                for place in range(HANDS_MAX):
+                    if place not in self._processes and len(self._processes) < wanted:
+                        self._fork(place)
             except OSError as error:
                 _complain("", f"no process for iptables: {error.strerror}")
-                pause_ms = _FORK_PAUSE_S * 1000
-            for descriptor, _ in self._poll.poll(pause_ms):
-                if descriptor in self._ends:
+                pause_s = _FORK_PAUSE_S
+            wanted = HANDS
+            for descriptor, _ in self._poll.poll(pause_s * 1000):
+                if descriptor != self._orders.fileno():
                     self._bury(descriptor)
-                elif self._orders.recv(1) == _OVERDUE:
-                    self._end_overdue()
+                elif self._orders.recv(1) == _MORE:
+                    wanted = min(len(self._processes) + 1, HANDS_MAX)
                 else:
                     return
+            self._end_overdue()
 
     def _fork(self, place: int) -> None:
         end, held = os.pipe()
-        note = self._notes[place]
-        note.write(math.inf)
+        is_extra = len(self._processes) >= HANDS
         try:
             process = namespaces.fork(
-                lambda: _take_tasks(self._tasks, note), self._tasks.fileno(), held
+                lambda: _take_tasks(self._tasks, self._memory, place, is_extra=is_extra),
+                self._tasks.fileno(),
+                held,
             )
         except OSError:
             os.close(end)
@@ -222,45 +269,38 @@ class _Hands:
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for end, place in list(self._ends.items()):
-            if self._notes[place].read() <= now:
+            if _NOBODY < self._memory.until[place] <= now:
                 self._bury(end)
 
     def _bury(self, end: int) -> None:
+        place = self._ends.pop(end)
         self._poll.unregister(end)
         os.close(end)
-        namespaces.end(self._processes.pop(self._ends.pop(end)))
+        namespaces.end(self._processes.pop(place))
+        self._memory.until[place] = _NOBODY
         time.sleep(_REST_S)  # whoever asked is being answered; and what cannot live forks no storm
 
 
-class _Note:
-    """Where a process says until when it may work; infinite while it waits for a task."""
+def _take_tasks(tasks: socket.socket, memory: _Memory, place: int, *, is_extra: bool) -> None:
+    """Take one task after the other, while the agent is there and this process as it was.
 
-    def __init__(self, memory: mmap.mmap, place: int) -> None:
-        self._memory = memory
-        self._at = place * _INSTANT.size
-
-    def write(self, deadline: float) -> None:
-        """Write it down."""
-        _INSTANT.pack_into(self._memory, self._at, deadline)
-
-    def read(self) -> float:
-        """Read what is written."""
-        return float(_INSTANT.unpack_from(self._memory, self._at)[0])
-
-
-def _take_tasks(tasks: socket.socket, note: _Note) -> None:
-    """Take one task after the other, while the agent is there and this process as it was."""
+    One that is extra takes one task, if there is any.
+    """
     room = bytearray(TASK_MAX_BYTES)
-    for _ in range(TASKS_MAX):
+    poll = select.poll()
+    poll.register(tasks, select.POLLIN)
+    for _ in range(1 if is_extra else TASKS_MAX):
+        memory.until[place] = _WAITS
+        if is_extra and not poll.poll(_EXTRA_S * 1000):
+            return
         message, descriptors = _receive(tasks, room)
         if not message:
             return
-        task: Task = pickle.loads(message)  # noqa: S301 – the agent's, whose fork this is
-        if task.deadline > time.monotonic():  # the agent has not given it up
-            note.write(task.deadline)
-            if not _do(task, *descriptors):
-                return
-            note.write(math.inf)
+        number, task = pickle.loads(message)  # noqa: S301 – the agent's, whose fork this is
+        memory.until[place] = task.deadline
+        memory.taken[number] = 1  # from now on something may be touched
+        if not (callers.has_left(descriptors[0]) or _do(task, *descriptors)):
+            return
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -268,7 +308,11 @@ def _take_tasks(tasks: socket.socket, note: _Note) -> None:
 def _do(task: Task, answer: int, netns: int, caller: int) -> bool:
     """Do a task and answer; False if this process must do no other one."""
 
+    def confirm() -> None:
+        callers.confirm(caller, task.deadline)
+        callers.confirm(answer, task.deadline)  # the agent may have given it up
+
     def inside(inside: Inside) -> object:
-        return work.run(task, inside, lambda: callers.confirm(caller, task.deadline), prove=False)
+        return work.run(task, inside, confirm, prove=False)
 
     return namespaces.visit_and_report(inside, netns, answer)

@@ -234,7 +234,7 @@ def one_line(error: BaseException) -> str:
 @contextmanager
 def locked(net: Netfilter) -> Iterator[socket]:
     """Keep every other session of ours out of the present namespace."""
-    lock = hold_apply_lock(net.deadline)
+    lock = hold_apply_lock(net.deadline, net.may_commit)
     try:
         yield lock
     finally:

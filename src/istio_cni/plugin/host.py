@@ -71,9 +71,12 @@ class Host:
         allowed = self._override and proc.namespace(proc.HOST_NETNS) is not None
         return not allowed and proc.namespace(netns) == proc.namespace(proc.OWN_NETNS)
 
-    def is_pressed(self) -> bool:
-        """Tell whether another process should do what this thread could do by itself."""
-        return False
+    def run_elsewhere(self, task: Task, netns: int) -> object:
+        """Have another process do what this thread could do itself; None if this one is to do it.
+
+        None also says that nothing was begun.
+        """
+        return None
 
     def run_inside(self, task: Task, netns: int) -> object:
         """Do a task in a child process inside a namespace, and return what it reports."""

@@ -137,23 +137,29 @@ def _inside(
 ) -> dict[str, object]:
     """Work in a namespace with the task's back end; if it has none, with one that is chosen there.
 
-    It is done here, or by another process if programs are needed or others wait for this thread.
+    nf_tables is programmed by this thread, unless the host has others that are less in demand, or
+    iptables turns out to have tables there: its programs are started by another process.
     """
-    is_pressed = host.is_pressed()
-    if not (is_pressed and task.choice.name):
+    if not task.choice.name:
         with namespaces.visiting(netns):
-            if not task.choice.name:
-                task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
-            if task.choice.name == apply.NFTABLES and not is_pressed:
-                confirm = host.confirm if host.may_be_left else None
-                with suppress(NeedsPrograms):
-                    return work.run(
-                        task, namespaces.Inside(host.log.write), confirm, may_start_programs=False
-                    )
-    answer = host.run_inside(task, netns)
+            task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
+    answer: object = None
+    if task.choice.name == apply.NFTABLES:
+        answer = host.run_elsewhere(task, netns) or _visit(host, netns, task)
+    if answer is None:
+        answer = host.run_inside(task, netns)
     if not isinstance(answer, dict):
         raise InternalError(f"unexpected report {answer!r}")
     return answer
+
+
+def _visit(host: Host, netns: int, task: Task) -> dict[str, object] | None:
+    """Do a task in this thread; None if it needs programs, and has changed nothing."""
+    confirm = host.confirm if host.may_be_left else None
+    inside = namespaces.Inside(host.log.write)
+    with namespaces.visiting(netns), suppress(NeedsPrograms):
+        return work.run(task, inside, confirm, may_start_programs=False)
+    return None
 
 
 def _recorded(backend: str) -> apply.Choice:

@@ -67,7 +67,7 @@ def test_a_word_for_memory_chooses_the_floor_only() -> None:
 
 def test_a_word_in_no_row_is_refused() -> None:
     """With the names that there are."""
-    with pytest.raises(BenchFailed, match="a one, a two"):
+    with pytest.raises(BenchFailed, match="a one\n  a two"):
         program._wanted([Fake("a", [])], ["nothing"])  # noqa: SLF001 # likewise
 
 

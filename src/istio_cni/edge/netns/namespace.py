@@ -12,6 +12,10 @@ import time
 
 from istio_cni.errors import InvalidNetns, ProgrammingFailed, TryAgainLater, quoted
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 CLONE_NEWNET = 0x40000000
 NS_GET_USERNS = 0xB701
 NS_GET_NSTYPE = 0xB703
@@ -103,8 +107,10 @@ def _ioctl(descriptor: int, request: int) -> int:
         return -1
 
 
-def hold_apply_lock(deadline: float) -> socket.socket:
+def hold_apply_lock(deadline: float, confirm: Callable[[], None] | None = None) -> socket.socket:
     """Wait until no other process programs this namespace; held while the socket lives.
+
+    `confirm` is called now and then, and raises once nobody wants it any more.
 
     An abstract Unix address belongs to one network namespace and vanishes with its holder, so
     agent, plugin, init container and a person at a shell exclude each other without any file.
@@ -119,6 +125,8 @@ def hold_apply_lock(deadline: float) -> socket.socket:
                 raise TryAgainLater(
                     "another process is programming this network namespace and does not finish"
                 )
+            if confirm is not None:
+                confirm()
             time.sleep(0.02)
     except BaseException:
         lock.close()
