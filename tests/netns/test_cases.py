@@ -27,7 +27,7 @@ from istio_cni.rules.iptables import check_commands, parse_save, render
 from istio_cni.rules.model import Family, Rule, Ruleset, Table
 from istio_cni.rules.sidecar import generate
 from istio_cni.rules.state import State, wanted
-from namespaces import call_inside, call_inside_as, ip
+from namespaces import call_inside, call_inside_as, inside
 from netns.programming import wait_until
 
 pytestmark = pytest.mark.netns
@@ -52,8 +52,8 @@ def pod(new_netns: Callable[[], str]) -> Callable[[Sequence[str]], str]:
 
     def make(addresses: Sequence[str] = (V4, V6)) -> str:
         path = new_netns()
-        for address in addresses:
-            ip("-n", os.path.basename(path), "addr", "add", address, "dev", "lo", "nodad")
+        lines = "".join(f"addr add {address} dev lo nodad\n" for address in addresses)
+        inside(path, ["ip", "-batch", "-"], stdin=lines)
         for address in (address for address in addresses if ":" in address):
             wait_until(lambda own=address: has_route(path, own), "the kernel's own route")
         return path
@@ -133,11 +133,11 @@ def everything_here() -> str:
     A legacy table, once met, stays with its policies: of these only the rules count.
     """
     commands = [f"{base}-nft-save" for base in BASE.values()]
-    commands += ["nft list ruleset", "ip rule", "ip -6 rule", "ip addr"]
-    commands += ["ip route show table all", "ip -6 route show table all"]
-    commands += [
-        f"{base}-legacy-save | grep -v '^[*:#]\\|^COMMIT' || true" for base in BASE.values()
-    ]
+    commands += ["nft list ruleset"]
+    routing = "printf 'addr\\nrule\\nroute show table all\\n'"
+    commands += [f"{routing} | ip {family} -batch -" for family in ("-4", "-6")]
+    legacy = "; ".join(f"{base}-legacy-save" for base in BASE.values())
+    commands += [f"{{ {legacy}; }} | grep -v '^[*:#]\\|^COMMIT' || true"]
     return output_of("sh", "-exc", "\n".join(f"echo '== {c[:20]}'; {c}" for c in commands))
 
 
@@ -174,15 +174,21 @@ def send_packets() -> None:
 
 
 def missing(ruleset: Ruleset, variant: str) -> str:
-    """Ask for each rule by itself; return what was not found."""
-    lines = [
-        shlex.join([f"{BASE[family]}-{variant}", *command])
-        for family in ruleset.families
-        for command in check_commands(ruleset, family)
-    ]
-    script = "".join(f"{line} || echo {shlex.quote(line)}\n" for line in lines)
-    done = subprocess.run(["sh"], input=script, capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+    """Ask for each rule by itself; return what is said of the first that was not found.
+
+    Restore takes these questions, too, in one process.
+    """
+    said = ""
+    for family in ruleset.families:
+        lines = []
+        for option, table, *question in check_commands(ruleset, family):
+            assert option == "-t"
+            lines += [f"*{table}", " ".join(question), "COMMIT"]
+        program = [f"{BASE[family]}-{variant}-restore", "--noflush"]
+        text = "\n".join([*lines, ""])
+        done = subprocess.run(program, input=text, capture_output=True, text=True, check=False)
+        said += f"{done.stderr}\n{text}" if done.returncode else done.stdout + done.stderr
+    return said
 
 
 @STORIES

@@ -26,7 +26,7 @@ ESCAPE = "\x1b"
 SUMMARY = re.compile(r"^(\d+) of (\d+) checks passed in \d+\.\d s$", re.MULTILINE)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _needs() -> None:
     """Skip where the demo itself would say that something is missing."""
     code = "from examples.demo import needs, node; print('; '.join(needs.missing(node.families())))"

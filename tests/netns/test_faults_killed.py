@@ -108,7 +108,7 @@ def test_two_equal_runs_at_once_both_succeed(new_netns: Callable[[], str], varia
     clean = clean_state(new_netns, wanted)
     netns = new_netns()
     with ProcessPoolExecutor(2, FORK) as pool:
-        for _ in range(20):
+        for _ in range(8):
             runs = [pool.submit(program, netns, wanted) for _ in range(2)]
             changes = [bool(run.result().changed) for run in runs]
             assert sorted(changes) == [False, True]
@@ -125,7 +125,7 @@ def test_two_different_runs_at_once_end_as_one_of_them(
     clean = [clean_state(new_netns, wanted) for wanted in configs]
     netns = new_netns()
     with ProcessPoolExecutor(2, FORK) as pool:
-        for _ in range(20):
+        for _ in range(8):
             for run in [pool.submit(program, netns, wanted) for wanted in configs]:
                 run.result()
             assert state(netns) in clean

@@ -98,9 +98,9 @@ def add_interface(wire: Wire, name: str) -> None:
     ip("link", "add", "name", name, "netns", pod, "type", "veth", "peer", "pod1", "netns", outside)
     for path, link, own in ((wire.pod, name, POD_ON_SECOND), (wire.outside, "pod1", SECOND)):
         lines = [
+            f"link set dev {link} up",
             f"addr add {own[4]}/24 dev {link}",
             f"addr add {own[6]}/64 dev {link} nodad",
-            f"link set dev {link} up",
         ]
         inside(path, ["ip", "-batch", "-"], stdin="\n".join(lines))
 

@@ -261,11 +261,13 @@ def put_slow(path: str) -> None:
     """Load a nat chain of somebody else that takes a packet long, anew.
 
     Of one priority the chain that was made last is met first: with ours replaced, this one stands
-    between the new one and the old one.
+    between the new one and the old one. Each of its chains is gone through twice by the one before,
+    as deep as the kernel allows.
     """
-    rules = "".join(f"ip daddr 203.0.113.{n % 256} counter\n" for n in range(6000))
-    chain = f"type nat hook output priority -100;\n{rules}"
-    text = f"table ip slow\ndelete table ip slow\ntable ip slow {{\nchain c {{\n{chain}}}\n}}\n"
+    chains = ["chain c14 { counter; counter; }"]
+    chains += [f"chain c{n} {{ jump c{n + 1}; jump c{n + 1}; }}" for n in reversed(range(14))]
+    chains.append("chain c { type nat hook output priority -100; jump c0; }")
+    text = "\n".join(("table ip slow", "delete table ip slow", "table ip slow {", *chains, "}"))
     inside(path, ["nft", "-f", "-"], stdin=text)
 
 
@@ -286,7 +288,7 @@ def test_packets_on_their_way_do_not_slip_through(wire: Wire) -> None:
     count_direct(wire.outside, (80,))
     inside(wire.pod, ["sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_timeout_syn_sent=1"])
     with started(flood, wire.pod), started(flood, wire.pod):
-        for _ in range(20):
+        for _ in range(30):
             put_slow(wire.pod)
             program(wire.pod, by(NATIVE), existing=apply.REWRITE)
     assert direct_arrivals(wire.outside) == 0

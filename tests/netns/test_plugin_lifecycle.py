@@ -41,8 +41,8 @@ NET1 = WEB._replace(ifname="net1")
 DUAL_STACK: JSON = {"name": "ISTIO_DUAL_STACK", "value": "true"}
 DEL_MAX_S = DEL_UNDO_TIMEOUT_S + 0.5  # the start of the process included
 AT_ONCE = 8
-PODS = 50
-MOMENTS = 8
+PODS = 24
+MOMENTS = 6
 
 
 @pytest.fixture
@@ -374,15 +374,19 @@ def test_add_may_be_killed_at_any_moment(node: Node, pod_netns: str) -> None:
 def test_a_killed_add_is_completed_by_the_next(node: Node, pod_netns: str) -> None:
     """A runtime that crashed with its plugin repeats the ADD without a DEL."""
     node.add_pod(env=[DUAL_STACK])
-    process = node.start("ADD", pod_netns)
     record = node.attachments / "c0ffee-eth0"
-    deadline = time.monotonic() + 10
-    while not record.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    unfinished = node.call("CHECK", pod_netns)
+    for _ in range(10):  # an agent may be done before it sees the kill
+        process = node.start("ADD", pod_netns)
+        deadline = time.monotonic() + 10
+        while not record.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        unfinished = node.call("CHECK", pod_netns)
+        if not unfinished.silent:
+            break
+        assert node.call("DEL", pod_netns).silent
     assert unfinished.code == 107
     assert node.call("ADD", pod_netns).status == 0
     assert node.call("CHECK", pod_netns).silent

@@ -323,7 +323,7 @@ def test_wrong_paths_are_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_no_descriptor_and_no_process_is_left(netns: str, tmp_path: Path) -> None:
-    """Two hundred runs in one process, failures of all kinds among them."""
+    """Fifty runs in one process, failures of all kinds among them."""
     wrap(tmp_path, "iptables-nft-save", "exit 1")
     wanted = config("nft", ENABLE_INBOUND_IPV6=False)
     other = config("nft", ENABLE_INBOUND_IPV6=False, **TPROXY)
@@ -335,7 +335,7 @@ def test_no_descriptor_and_no_process_is_left(netns: str, tmp_path: Path) -> Non
     def run() -> tuple[int, int]:
         program(netns, wanted)
         before = len(os.listdir("/proc/self/fd"))
-        for _ in range(40):
+        for _ in range(10):
             program(netns, wanted)
             program(netns, wanted, sandbox=False)
             fail(TryAgainLater, seconds=0.0)

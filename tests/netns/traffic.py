@@ -32,6 +32,8 @@ POD = {4: "10.99.0.2", 6: "fd99::2"}
 LOOPBACK = {4: "127.0.0.1", 6: "::1"}
 PASSTHROUGH = {4: "127.0.0.6", 6: "::6"}
 FAMILIES = (4, 6)
+PACE_S = 0.001
+"""How long a hammer rests: then it is woken in time, and what it watches has a processor."""
 
 _SO_ORIGINAL_DST, _SOL_IPV6 = 80, 41
 _IP_TRANSPARENT, _IPV6_TRANSPARENT = 19, 75
@@ -298,6 +300,7 @@ def _hammer(path: str, uid: int, calls: Sequence[Call], tell_ended: int) -> None
                 arrival = attempt(call)
                 if isinstance(arrival, Arrival):
                     os.write(tell_ended, f"{arrival.at}\n".encode())
+                time.sleep(PACE_S)
     finally:
         os._exit(0)
 

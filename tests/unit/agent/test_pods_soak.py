@@ -18,7 +18,7 @@ from istio_cni.agent.trim import trim
 from istio_cni.edge.kube.watch import NodePods, Patience
 
 STEPS, SETTLE_EVERY = 250, 12
-PATIENCE = Patience(connect_s=0.5, answer_s=0.1, list_s=1.0, idle_s=0.1, watch_s=60.0)
+PATIENCE = Patience(connect_s=0.5, answer_s=0.1, list_s=0.3, idle_s=0.1, watch_s=60.0)
 PACE = Pace(first_s=0.001, most_s=0.01, lasting_s=0.02)
 ORDERS = [
     *(Order("end"), Order("torn"), Order("reset"), Order("mute"), Order("gone")),
