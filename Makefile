@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 N ?= 300
-# tests do not see each other, so several run at a time
-APART := -n auto --maxprocesses 4 --dist worksteal
+# tests do not see each other and wait for much, so one more runs at a time than there are processors
+WORKERS := $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+APART := -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test e2e bench bundle unit netns equivalence fuzz fmt lint types layers check lock ci clean
