@@ -30,6 +30,11 @@ from __future__ import annotations
 
 from istio_cni.constants import QUOTED_MAX_BYTES
 
+try:
+    from _json import encode_basestring_ascii
+except ImportError:  # an interpreter that has it in Python only
+    from json.encoder import encode_basestring_ascii
+
 
 class IstioCNIError(Exception):
     """A failure with a CNI error code, a one-line message, and details that help beyond it."""
@@ -175,10 +180,6 @@ def json_string(text: str) -> str:
 
     The package itself loads re and enum, which costs a pod 7 ms; many messages need nothing else.
     """
-    try:
-        from _json import encode_basestring_ascii
-    except ImportError:  # an interpreter that has it in Python only
-        from json.encoder import encode_basestring_ascii
     return encode_basestring_ascii(text)
 
 

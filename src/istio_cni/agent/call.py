@@ -115,6 +115,14 @@ class Serving(Host):
         self.declined = why
         raise GivenUp(why)
 
+    def begin(self, netconf: Netconf) -> None:
+        """Leave a call to the plugin's process that needs files which only that one sees."""
+        run_dir = self._node.run_dir
+        if run_dir and netconf.manifests:
+            self.decline("pods come from files of the node, which this agent does not see")
+        if run_dir and os.path.normpath(netconf.cni_agent_run_dir) != os.path.normpath(run_dir):
+            self.decline(f"its run dir is not {run_dir}")
+
     def enter(self, phase: str) -> None:
         """Note when a phase begins."""
         self.phases.append((phase, time.monotonic()))
@@ -228,16 +236,7 @@ class _Call:
             self._node.metrics.add_took(took)
 
     def _carry_out(self, request: Request) -> JSON | None:
-        if self._node.run_dir:
-            self._decline_other_files(Netconf(request.config))
         return Verbs(self._host).table()[request.command](request)
-
-    def _decline_other_files(self, netconf: Netconf) -> None:
-        """Leave a call to the plugin's process that needs files which only that one sees."""
-        if netconf.manifests:
-            self._host.decline("pods come from files of the node, which this agent does not see")
-        if os.path.normpath(netconf.cni_agent_run_dir) != os.path.normpath(self._node.run_dir):
-            self._host.decline(f"its run dir is not {self._node.run_dir}")
 
     def _report(self, verb: str, container_id: str, error: IstioCNIError) -> None:
         if self._host.declined:

@@ -15,6 +15,7 @@ from contextlib import ExitStack
 
 from istio_cni.agent import call, log, node
 from istio_cni.agent.health import HealthServer, serve_monitoring
+from istio_cni.agent.memory import look_seldom, share_one_arena
 from istio_cni.agent.metrics import Metrics
 from istio_cni.agent.plugin_log import Lines, PluginLog
 from istio_cni.agent.pods import PodCache
@@ -41,6 +42,7 @@ def run(
 
     `is_over` waits so many seconds at most, and tells whether it is.
     """
+    share_one_arena()
     pod = node.own_pod(settings, env)
     LOG.info("install-cni %s", VERSION, extra={"settings": settings.effective()})
     if wishes := settings.repair_wishes():
@@ -80,7 +82,7 @@ def run(
 def _leave_to_stay() -> None:
     """Look no more for cycles among what is there by now: that takes as long as twenty ADDs."""
     gc.collect()
-    gc.freeze()
+    look_seldom()
 
 
 def _node_backend(settings: Settings, workshop: Workshop) -> str:

@@ -20,18 +20,19 @@ PATIENCE_S = 0.1  # with a thread at work: it may wait for a lock, and has told 
 class Turn:
     """The time in which a thread leads; `is_wanted` tells whether callers wait meanwhile."""
 
+    __slots__ = ("_lead", "_work", "is_wanted", "since", "start")
+
     def __init__(self, lead: Lead) -> None:
         self.is_wanted = lead.is_wanted
-        self._all = lead
+        self.since = math.inf
+        self.start = threading.Lock()
+        self._lead = lead
         self._work: threading.Lock | None = None  # while this thread works
-        self._lead = threading.Lock()
-        self._leads = self._lead.acquire()
-        self._since = math.inf
 
     def begin(self) -> None:
         """Begin to work for a caller that was taken in."""
-        self._since = time.monotonic()
-        self._work = self._all.take_work()
+        self.since = time.monotonic()
+        self._work = self._lead.take_work()
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
@@ -40,44 +41,58 @@ class Turn:
         try:
             yield
         finally:
-            self._work = self._all.take_work()
+            self._work = self._lead.take_work()
 
     def end(self) -> None:
         """Neither work nor lead any more."""
         if self._work is not None:
             self._work.release()
             self._work = None
-        if self._leads:
-            self._leads = False
-            self._lead.release()
-
-    def wait_for_end(self) -> None:
-        """Wait until another thread may lead, or this one takes too long with its caller."""
-        while not self._lead.acquire(timeout=PATIENCE_S):
-            if time.monotonic() - self._since > PATIENCE_S:
-                return
+        self._lead.pass_on(self)
 
 
 class Lead:
-    """The lead among some threads, and the work, which one of them does at a time."""
+    """The lead among some threads, and the work, which one of them does at a time.
+
+    Of those that wait the last one leads next: what it needs is still in the processor's caches.
+    """
 
     def __init__(self, is_wanted: Callable[[], bool]) -> None:
         self.is_wanted = is_wanted
-        self._next = threading.Lock()
+        self._guard = threading.Lock()
+        self._leader: Turn | None = None
+        self._waiting: list[Turn] = []
         self._work = threading.Lock()
-        self._turn = Turn(self)
-        self._turn.end()
 
     @contextmanager
     def taken(self) -> Iterator[Turn]:
         """Wait for the lead, and have it until the block ends or lets go of it."""
-        with self._next:  # one thread waits for the leader, the others for that one
-            self._turn.wait_for_end()
-            self._turn = turn = Turn(self)
-        try:
-            yield turn
-        finally:
-            turn.end()
+        turn = Turn(self)
+        with self._guard:
+            if self._leader is None:
+                self._leader = turn
+            else:
+                turn.start.acquire()
+                self._waiting.append(turn)
+        with turn.start:
+            try:
+                yield turn
+            finally:
+                turn.end()
+
+    def pass_on(self, turn: Turn) -> None:
+        """Let the next thread lead, if this one does."""
+        with self._guard:
+            if self._leader is turn:
+                self._leader = self._waiting.pop() if self._waiting else None
+                if self._leader is not None:
+                    self._leader.start.release()
+
+    def look(self) -> None:
+        """Let the next thread lead if the leader takes too long; to be called now and then."""
+        leader = self._leader
+        if leader is not None and time.monotonic() - leader.since > PATIENCE_S:
+            self.pass_on(leader)
 
     def take_work(self) -> threading.Lock:
         """Wait for the work; whoever takes too long with it is left to its own."""

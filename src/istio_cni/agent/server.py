@@ -12,8 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
-from istio_cni.agent.lead import Lead, Turn
+from istio_cni.agent.lead import PATIENCE_S, Lead, Turn
 from istio_cni.edge import proc
 from istio_cni.edge.callers import Caller, Listener
 
@@ -36,7 +37,7 @@ class Server:
         self._home = proc.namespace(proc.OWN_NETNS)
         self._listener = Listener(path)
         self._lead = Lead(self._listener.has_callers)
-        self._stranded: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._stranded: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._threads = [self._start(number) for number in range(workers)]
         threading.Thread(target=self._replace, name="workers", daemon=True).start()
 
@@ -48,9 +49,15 @@ class Server:
         return thread
 
     def _replace(self) -> None:
-        """Start others for stranded threads; a thread begins where the one is that starts it."""
-        while (number := self._stranded.get()) is not None:
-            self._threads[number] = self._start(number)
+        """Start others for stranded threads, and let nobody lead who takes too long.
+
+        A thread begins in the namespace of the one that starts it.
+        """
+        while not self._stopping.is_set():
+            with suppress(queue.Empty):
+                number = self._stranded.get(timeout=PATIENCE_S)
+                self._threads[number] = self._start(number)
+            self._lead.look()
 
     def _work(self, number: int) -> None:
         while not self._stopping.is_set():
@@ -81,7 +88,6 @@ class Server:
     def stop(self, wait_s: float) -> bool:
         """Take no more callers, finish what was taken in; tell whether all of it was in time."""
         self._stopping.set()
-        self._stranded.put(None)
         self._listener.close()
         until = time.monotonic() + wait_s
         for thread in self._threads:

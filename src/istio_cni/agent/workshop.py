@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import array
 import errno
-import gc
 import math
 import mmap
 import os
@@ -28,6 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
+from istio_cni.agent.memory import look_seldom
 from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
 from istio_cni.errors import TryAgainLater
@@ -189,7 +189,7 @@ def _serve(orders: socket.socket, tasks: socket.socket, memory: _Memory) -> None
     what, descriptors = _receive(orders, bytearray(1))
     if what == _MOUNTS:
         namespaces.enter_sandbox(next(iter(descriptors), None), _complain)
-        gc.freeze()  # a search for cycles would copy what processes share
+        look_seldom()  # it would copy what processes share
         _Hands(orders, tasks, memory).keep()
 
 

@@ -77,9 +77,12 @@ def read(route: Route, target: Routing = NONE) -> Routing:
     ]
     tables = {rule.table for rule in rules} | {there.table for there in target.routes}
     tables.add(constants.TPROXY_TABLE)
-    routes = [there for there in route.local_routes() if there.table in tables]
-    passthrough = route.has_loopback_address(PASSTHROUGH, int(_LENGTH))
-    return Routing(route.loopback_is_up(), passthrough, frozenset(rules), frozenset(routes))
+    return Routing(
+        route.loopback_is_up(),
+        route.has_loopback_address(PASSTHROUGH, int(_LENGTH)),
+        frozenset(rules),
+        frozenset(route.local_routes(tables=tables)),
+    )
 
 
 def apply(route: Route, present: Routing, target: Routing) -> bool:

@@ -47,6 +47,26 @@ def write_whole(
         raise IOFailure(f"cannot write {quoted(path)}: {error.strerror}") from error
 
 
+def create(path: str, content: bytes) -> bool:
+    """Make a file that is not there, 0600; False if it is. Raises IOFailure.
+
+    Cheaper than `write_whole`, and for files that may be found half written, or empty.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags, 0o600)
+        try:
+            while content:
+                content = content[os.write(file, content) :]
+        finally:
+            os.close(file)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise IOFailure(f"cannot write {quoted(path)}: {error.strerror}") from error
+    return True
+
+
 def temporary_name(name: str) -> str:
     """Return the name under which a file is made before it is renamed; for one writer alone."""
     return f".{name}.{os.getpid()}-{os.urandom(3).hex()}"
@@ -143,6 +163,8 @@ def list_names(directory: str) -> list[str]:
 
 def make_directory(path: str, mode: int = 0o700) -> None:
     """Make a directory and its parents; one that exists is kept as it is. Raises IOFailure."""
+    if os.path.isdir(path):
+        return
     try:
         os.makedirs(path, mode, exist_ok=True)
     except OSError as error:

@@ -112,7 +112,7 @@ class Attachments:
         return half or name in names or _lock_name(container_id) in names
 
     def write(self, attachment: Attachment) -> None:
-        """Write a record, whole."""
+        """Write a record, whole; half of a first one says as much: that an ADD has begun."""
         import json  # captured pods only
 
         document = {name: getattr(attachment, name) for name in Attachment.__slots__}
@@ -120,7 +120,8 @@ class Attachments:
         try:
             self._make_directory()
             content = json.dumps(document).encode()
-            files.write_whole(path, content, flush=False)  # a crash takes the namespace with it
+            if attachment.settings or not files.create(path, content):
+                files.write_whole(path, content, flush=False)  # a crash takes the namespace with it
         except IOFailure as error:
             self._tell(error)
 

@@ -46,6 +46,9 @@ class Host:
         """
         return time.monotonic() + seconds
 
+    def begin(self, netconf: Netconf) -> None:
+        """Note what the network configuration says, before anything is done or logged."""
+
     def enter(self, phase: str) -> None:
         """Note that a phase of the call begins, and the one before ends."""
 

@@ -165,6 +165,7 @@ class Verbs:
             pod="/".join(filter(None, (request.pod_namespace, request.pod_name))),
         )
         netconf = Netconf(request.config)
+        self._host.begin(netconf)
         self._host.node_backend = netconf.node_backend or self._host.node_backend
         self._log.configure(netconf.plugin_log_level, netconf.cni_agent_run_dir)
         if netconf.problems:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from istio_cni import constants
 from istio_cni.capture import apply, detect
+from istio_cni.capture.backend import once_each
 from istio_cni.capture.settings import to_settings
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
@@ -78,7 +79,7 @@ def _program(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
     if left_out:
         inside.log("warn", left_out)
     return {
-        "settings": to_settings(config),
+        "settings": _settings(config),
         **report._asdict(),
         "cookie": netlink.namespace_cookie(),
     }
@@ -117,6 +118,9 @@ _WORK = {
     COMPARE_ANY: _compare_any,
     FIND: _find,
 }
+
+
+_settings = once_each(to_settings)
 
 
 def _config(task: Task) -> CaptureConfig:

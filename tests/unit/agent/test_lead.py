@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from istio_cni.agent.lead import PATIENCE_S, Lead, Turn
 from istio_cni.edge.callers import Listener
+from waiting import wait
 
 WAIT_S = 10.0
 
@@ -20,6 +21,24 @@ WAIT_S = 10.0
 def nobody() -> bool:
     """Tell that no caller waits."""
     return False
+
+
+@contextmanager
+def looked_after(lead: Lead) -> Iterator[None]:
+    """Have somebody look whether the leader takes too long, for the time of a block."""
+    ending = threading.Event()
+
+    def look() -> None:
+        while not ending.wait(PATIENCE_S / 4):
+            lead.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
 
 
 class Follower:
@@ -46,7 +65,7 @@ class Follower:
 def test_the_next_one_leads_when_the_block_ends() -> None:
     """However long nobody calls."""
     lead = Lead(nobody)
-    with lead.taken():
+    with looked_after(lead), lead.taken():
         follower = Follower(lead)
         assert not follower.leads.wait(3 * PATIENCE_S)
     follower.join()
@@ -103,7 +122,7 @@ def test_nobody_waits_long_for_work() -> None:
 def test_a_leader_that_takes_too_long_is_left_behind() -> None:
     """It may wait for a lock; when it ends, that is nothing to those who lead by then."""
     lead, going = Lead(nobody), threading.Event()
-    with lead.taken() as slow:
+    with looked_after(lead), lead.taken() as slow:
         slow.begin()
         second = Follower(lead, lambda turn: (turn.begin(), going.wait(WAIT_S)))
         since = time.monotonic()
@@ -130,3 +149,16 @@ def test_a_turn_tells_whether_callers_wait(tmp_path: Path) -> None:
                 assert not turn.is_wanted()
         listener.close()
         assert not turn.is_wanted()
+
+
+def test_who_waited_last_leads_first() -> None:
+    """And all of them in the end."""
+    lead, led = Lead(nobody), []
+    with lead.taken():
+        followers = []
+        for number in range(5):
+            followers.append(Follower(lead, lambda _, number=number: led.append(number)))
+            wait(lambda: len(lead._waiting) == len(followers), "it waits")  # noqa: SLF001
+    for each in followers:
+        each.join()
+    assert led == [4, 3, 2, 1, 0]

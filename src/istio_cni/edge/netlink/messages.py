@@ -26,7 +26,7 @@ CREATE = 0x400
 CREATE_NEW = 0x600  # CREATE | EXCL: an error if it exists
 DUMP_TRIES = 5
 
-_SOL_NETLINK, _CAP_ACK, _EXT_ACK = 270, 10, 11
+_SOL_NETLINK, _CAP_ACK, _EXT_ACK, _GET_STRICT_CHECK = 270, 10, 11, 12
 _REQUEST, _ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x1, 0x4, 0x10, 0x200
 _ERROR, _DONE = 2, 3
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
@@ -54,7 +54,7 @@ class Netlink:
         try:
             self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
         except OSError as error:
-            raise _refused("opening a netlink socket", error.errno or 0) from error
+            raise refusal("opening a netlink socket", error.errno or 0) from error
         self._socket.setsockopt(_SOL_NETLINK, _EXT_ACK, 1)
         self._socket.setsockopt(_SOL_NETLINK, _CAP_ACK, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
@@ -68,6 +68,18 @@ class Netlink:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, as a file does."""
+        return self._socket.fileno()
+
+    def check_strictly(self) -> bool:
+        """Have the kernel heed what a request for a list says; False before Linux 4.20."""
+        try:
+            self._socket.setsockopt(_SOL_NETLINK, _GET_STRICT_CHECK, 1)
+        except OSError:
+            return False
+        return True
 
     def ask(self, doing: str, kind: int, flags: int, body: bytes) -> list[bytes]:
         """Send one request and return the payloads of its replies; none if it is only acknowledged.
@@ -137,7 +149,7 @@ class Netlink:
         try:
             self._socket.sendto(data, (0, 0))
         except OSError as error:
-            raise _refused(doing, error.errno or 0) from error
+            raise refusal(doing, error.errno or 0) from error
 
     def _replies(self, doing: str) -> tuple[list[bytes], bool]:
         """Collect the answers to the last request, and say whether their list was interrupted."""
@@ -171,7 +183,7 @@ class Netlink:
         except BlockingIOError:
             raise
         except OSError as error:
-            raise _refused(doing, error.errno or 0) from error
+            raise refusal(doing, error.errno or 0) from error
         found: list[tuple[int, int, int, bytes]] = []
         if sender[0] != 0:  # port 0 is the kernel; a process could forge a reply
             return found
@@ -190,10 +202,11 @@ def _check(doing: str, kind: int, flags: int, payload: bytes) -> None:
         return
     copied = _HEADER.size if kind == _ERROR else 0  # an error repeats the header of the request
     said = dict(attributes(payload, 4 + copied)) if flags & _ACK_HAS_ATTRIBUTES else {}
-    raise _refused(doing, code, text(said.get(1, b"")))
+    raise refusal(doing, code, text(said.get(1, b"")))
 
 
-def _refused(doing: str, code: int, words: str = "") -> Refused:
+def refusal(doing: str, code: int, words: str = "") -> Refused:
+    """Make the error that the kernel has answered with."""
     refused = Refused(f"{doing}: {os.strerror(code)}" + (f" ({words})" if words else ""))
     refused.errno = code
     return refused

@@ -14,6 +14,7 @@ import errno
 import socket
 import struct
 from collections import namedtuple
+from fcntl import ioctl
 
 from istio_cni.edge.netlink.messages import (
     CREATE,
@@ -21,13 +22,18 @@ from istio_cni.edge.netlink.messages import (
     DUMP,
     Netlink,
     Refused,
+    refusal,
 )
 from istio_cni.rules.netlink import attribute, attributes
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 LOOPBACK_INDEX = 1  # `lo` has it in every namespace: net/core/dev.c relies on it
 WHOLE_MARK = 0xFFFFFFFF  # mask of a policy rule that compares all bits
 
-_NEWLINK, _GETLINK = 16, 18
+_NEWLINK = 16
 _NEWADDR, _DELADDR, _GETADDR = 20, 21, 22
 _NEWROUTE, _DELROUTE, _GETROUTE = 24, 25, 26
 _NEWRULE, _DELRULE, _GETRULE = 32, 33, 34
@@ -35,6 +41,8 @@ _LINK = struct.Struct("=BBHiII")  # family, -, type, index, flags, change
 _ADDRESS = struct.Struct("=BBBBI")  # family, prefix length, flags, scope, index
 _ROUTE = struct.Struct("=BBBBBBBBI")  # family, dst, src, tos, table, protocol, scope, type, flags
 _RULE = struct.Struct("=BBBBBBBBI")  # family, dst, src, tos, table, -, -, action, flags
+_NAMED = struct.Struct("=16sH22x")  # struct ifreq: name, flags
+_SIOCGIFFLAGS = 0x8913
 _IFF_UP = 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _RTA_OIF, _RTA_TABLE = 4, 15
@@ -114,10 +122,15 @@ class Route(Netlink):
         return tuple(found)
 
     def loopback_is_up(self) -> bool:
-        """Say whether `lo` is up, administratively."""
-        request = _LINK.pack(0, 0, 0, LOOPBACK_INDEX, 0, 0)
-        reply = self.ask("reading the state of lo", _GETLINK, 0, request)[0]
-        return bool(_LINK.unpack_from(reply)[4] & _IFF_UP)
+        """Say whether `lo` is up, administratively; its name is the same in every namespace, too.
+
+        By netlink the kernel would tell all that it knows of it, a page of counters.
+        """
+        try:
+            reply = ioctl(self.fileno(), _SIOCGIFFLAGS, _NAMED.pack(b"lo", 0))
+        except OSError as error:
+            raise refusal("reading the state of lo", error.errno or 0) from error
+        return bool(_NAMED.unpack(reply)[1] & _IFF_UP)
 
     def set_loopback(self, up: bool) -> None:
         """Bring `lo` up, or down, which also removes its IPv6 addresses and routes through it."""
@@ -196,11 +209,17 @@ class Route(Netlink):
         doing = f"deleting {_shown_rule(rule)}"
         self.change(doing, _DELRULE, 0, _rule_body(rule), unless=errno.ENOENT)
 
-    def local_routes(self, family: int = _BOTH) -> tuple[LocalRoute, ...]:
-        """List the tables, other than `local`, by which everything is delivered to this host."""
-        replies = self._list("listing the routes", _GETROUTE, family)
+    def local_routes(
+        self, family: int = _BOTH, tables: Collection[int] = ()
+    ) -> tuple[LocalRoute, ...]:
+        """List the tables, other than `local`, by which everything is delivered to this host.
+
+        Of these `tables` only, if any are given; other routes may be many.
+        """
+        replies = self._list("listing the routes", _GETROUTE, family, tables)
         routes = (_parse_route(reply) for reply in replies)
-        return tuple(dict.fromkeys(route for route in routes if route))
+        found = dict.fromkeys(route for route in routes if route)
+        return tuple(route for route in found if not tables or route.table in tables)
 
     def add_local_route(self, route: LocalRoute) -> bool:
         """Add a route; False if it is there. Another default route in its table is an error."""
@@ -223,18 +242,28 @@ class Route(Netlink):
         body = _route_body(route, _SCOPE_ANY, _PROTOCOL_ANY)
         return self.change(doing, _DELROUTE, 0, body, unless=errno.ESRCH)
 
-    def _list(self, doing: str, kind: int, family: int) -> list[bytes]:
-        """Dump the rules or routes of one family or both."""
+    def _list(
+        self, doing: str, kind: int, family: int, tables: Collection[int] = ()
+    ) -> list[bytes]:
+        """Dump the rules or routes of one family or both, those of some tables if any are given."""
         wanted = (_AF[family],) if family else tuple(_FAMILY)
-        request = _ROUTE.pack(_AF.get(family, 0), 0, 0, 0, 0, 0, 0, 0, 0)  # a rule's is as long
-        try:
-            replies = self.ask(doing, kind, DUMP, request)
-        except Refused as refused:
-            if refused.errno not in _NO_FAMILY:
-                raise
-            return []
+        if tables and self.check_strictly():
+            asked = [(number, _number(_RTA_TABLE, each)) for number in wanted for each in tables]
+        else:
+            asked = [(_AF.get(family, 0), b"")]
+        replies = [reply for one in asked for reply in self._dump(doing, kind, *one)]
         # There are other families, and a kernel without the one that is asked for may list them.
         return [reply for reply in replies if reply[0] in wanted]
+
+    def _dump(self, doing: str, kind: int, family: int, about: bytes) -> list[bytes]:
+        request = _ROUTE.pack(family, 0, 0, 0, 0, 0, 0, 0, 0) + about  # a rule's is as long
+        try:
+            return self.ask(doing, kind, DUMP, request)
+        except Refused as refused:
+            absent = (errno.ENOENT,) if about else ()  # there is no such table
+            if refused.errno not in (*_NO_FAMILY, *absent):
+                raise
+            return []
 
 
 def _number(kind: int, value: int) -> bytes:
