@@ -172,6 +172,7 @@ def test_loopback_address_is_added_and_deleted_once(
         assert route.add_loopback_address(family, address, length)
         assert not route.add_loopback_address(family, address, length)
         assert set(route.addresses()) - set(before) == {Address(family, address, length, 1)}
+        assert family == 4 or route.has_loopback_address(address, length)
         shown = ip_json(netns, "addr", "show", "lo")[0]["addr_info"]
         inside(netns, ["ip", "addr", "del", f"{address}/{length}", "dev", "lo"])
         inside(netns, ["ip", "addr", "add", f"{address}/{length}", "dev", "lo"])
@@ -238,6 +239,23 @@ def test_local_route_is_added_and_deleted_once(netns: str, family: int, table: i
         assert not route.add_local_route(wanted)
         assert route.delete_local_route(wanted)
         assert inside(netns, [*command, "show", "table", str(table)], check=False) == ""
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["the kernel filters", "it cannot"])
+def test_local_routes_of_some_tables(
+    netns: str, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables that are not there have none; kernels before 4.20 list all routes."""
+    if not strict:
+        monkeypatch.setattr(Route, "check_strictly", lambda _: False)
+    made = [LocalRoute(4, TABLE), LocalRoute(6, TABLE), LocalRoute(6, 70000), LocalRoute(4, 77)]
+    with route_in(netns) as route:
+        assert route.local_routes(tables=(TABLE, 77)) == ()
+        for each in made:
+            assert route.add_local_route(each)
+        assert set(route.local_routes(tables=(TABLE, 70000, 5))) == set(made[:3])
+        assert route.local_routes(6, tables=(70000, 77)) == (made[2],)
+        assert set(route.local_routes()) == set(made)
 
 
 @FAMILIES

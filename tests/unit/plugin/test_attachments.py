@@ -181,6 +181,34 @@ def test_traces_of_a_call_are_seen(run_dir: RunDir, name: str, traces: bool) -> 
     assert run_dir.attachments.has_traces("c1", "eth0") is traces
 
 
+@pytest.mark.parametrize("left", [b"", b'{"backend": "ipta', b"[]"])
+def test_half_a_first_record_is_written_over(run_dir: RunDir, left: bytes) -> None:
+    """A killed ADD leaves it; it says no more than that there was one."""
+    run_dir.path.mkdir(parents=True)
+    file = run_dir.path / "c1-eth0"
+    file.write_bytes(left)
+    assert run_dir.attachments.has_traces("c1", "eth0")
+    assert run_dir.attachments.read("c1", "eth0") is None
+    for record in (attachment(settings={}, variants={}), attachment()):
+        run_dir.attachments.write(record)
+        assert fields(run_dir.attachments.read("c1", "eth0")) == fields(record)
+        assert run_dir.names == ["c1-eth0"]
+    file.write_bytes(left)
+    run_dir.attachments.remove("c1", "eth0")
+    assert run_dir.names == []
+
+
+def test_a_link_in_a_first_record_s_place_leads_nowhere(run_dir: RunDir, tmp_path: Path) -> None:
+    """It is replaced."""
+    run_dir.path.mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("precious")
+    (run_dir.path / "c1-eth0").symlink_to(elsewhere)
+    run_dir.attachments.write(attachment(settings={}, variants={}))
+    assert elsewhere.read_text() == "precious"
+    assert run_dir.attachments.read("c1", "eth0") is not None
+
+
 # -- several interfaces of one pod -----------------------------------------------------------------
 
 
