@@ -291,3 +291,22 @@ def test_nf_tables_is_left_to_them_while_others_wait(
     assert answer[REPLY.size - 2 :] == bytes((LIMIT["DONE"], 0)), answer
     assert served.records == []
     assert "istio" not in inside(pod_netns, ["nft", "list", "tables"])
+
+
+def test_the_back_end_is_found_however_long_a_start_takes(netns: str) -> None:
+    """There is nobody at first who could do it; nobody else can."""
+    script = (
+        "import os, signal, threading\n"
+        "from istio_cni.agent.workshop import TAKE_S, Workshop\n"
+        "workshop = Workshop()\n"
+        "os.kill(workshop._process, signal.SIGSTOP)\n"
+        "workshop.begin(None)\n"
+        "go_on = lambda: os.kill(workshop._process, signal.SIGCONT)\n"
+        "threading.Timer(2 * TAKE_S, go_on).start()\n"
+        "print(workshop.find_backend(print))\n"
+        "workshop.close()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.strip().splitlines()[-1].startswith("iptables-"), done.stderr

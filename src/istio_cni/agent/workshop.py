@@ -106,16 +106,19 @@ class Workshop:
         """Whether a process waits for a task, as far as the agent knows."""
         return self._is_open and _WAITS in self._memory.until.tolist()
 
-    def run(self, task: Task, netns: int, caller: int, log: Log) -> object:
+    def run(
+        self, task: Task, netns: int, caller: int, log: Log, *, take_s: float = TAKE_S
+    ) -> object:
         """Have a task done in a namespace, and return its result; its errors are raised here.
 
-        `caller` is the connection of whoever asked. Raises WorkshopClosed if nothing was begun.
+        `caller` is the connection of whoever asked. Raises WorkshopClosed if nobody has begun with
+        it within `take_s`, nor will.
         """
         if not self.is_free:
             self._hand_over(self._orders, _MORE)
         number = self._numbers.popleft()
         try:
-            messages = self._have_done(task, number, netns, caller)
+            messages = self._have_done(task, number, (netns, caller), take_s)
             if not (messages or self._memory.taken[number]):
                 raise WorkshopClosed("nobody takes the task")
         finally:
@@ -123,7 +126,7 @@ class Workshop:
         return namespaces.outcome(messages, task.deadline, log)
 
     def _have_done(
-        self, task: Task, number: int, netns: int, caller: int
+        self, task: Task, number: int, descriptors: tuple[int, int], take_s: float
     ) -> list[dict[str, object]]:
         """Return what is told of a task; nothing if nobody takes it in time.
 
@@ -134,10 +137,10 @@ class Workshop:
             self._memory.taken[number] = 0
             with send:
                 what = pickle.dumps((number, task))
-                self._hand_over(self._tasks, what, send.fileno(), netns, caller)
+                self._hand_over(self._tasks, what, send.fileno(), *descriptors)
             poll = select.poll()
             poll.register(receive, select.POLLIN)
-            if not (poll.poll(TAKE_S * 1000) or self._memory.taken[number]):
+            if not (poll.poll(take_s * 1000) or self._memory.taken[number]):
                 return []
             return namespaces.collect(receive.fileno(), task.deadline)
 
@@ -164,7 +167,7 @@ class Workshop:
         task = Task(work.FIND, "", time.monotonic() + wait_s)
         caller, stays = socket.socketpair()  # one that does not leave
         with caller, stays, open(proc.OWN_NETNS, "rb") as own:
-            answer = self.run(task, own.fileno(), caller.fileno(), log)
+            answer = self.run(task, own.fileno(), caller.fileno(), log, take_s=wait_s)
         return str(answer["backend"]) if isinstance(answer, dict) else ""
 
     def close(self) -> None:
