@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address
 from socket import AF_INET, AF_INET6, inet_pton
 
@@ -15,6 +16,7 @@ from istio_cni import constants
 from istio_cni.errors import InvalidParameter, IOFailure, ProgrammingFailed, quoted
 from istio_cni.rules.config import CaptureConfig, canonical_address, is_id
 
+ADDRESSES_KEPT = 256
 RESOLV_CONF = "/etc/resolv.conf"
 
 
@@ -25,7 +27,7 @@ def host_address(addresses: Iterable[str], *, dual_stack: bool) -> tuple[str, bo
     that is left decides, with `dual_stack` any IPv6 one does. Raises ProgrammingFailed when none is
     left.
     """
-    usable = [str(address) for address in map(_unmapped, addresses) if _counts(address)]
+    usable = [address for address in map(_usable, addresses) if address]
     if not usable:
         raise ProgrammingFailed(
             "no valid local address: there are only loopback and link-local ones here; "
@@ -33,6 +35,13 @@ def host_address(addresses: Iterable[str], *, dual_stack: bool) -> tuple[str, bo
         )
     considered = usable if dual_stack else usable[:1]
     return usable[0], any(":" in address for address in considered)
+
+
+@lru_cache(maxsize=ADDRESSES_KEPT)
+def _usable(text: str) -> str:
+    """Return an address that counts, "" for one that does not; every pod has some of the same."""
+    address = _unmapped(text)
+    return str(address) if _counts(address) else ""
 
 
 def _unmapped(text: str) -> IPv4Address | IPv6Address:
