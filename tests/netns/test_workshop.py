@@ -198,6 +198,21 @@ def test_a_task_that_nobody_takes_is_left_to_the_bundle(
     assert not is_captured(pod_netns)
 
 
+def start_waiting(
+    served: Node, agent: Agent, netns: str, number: int, locks: ExitStack, callers: ExitStack
+) -> None:
+    """Start a pod in a namespace that somebody else programs, and wait until its task waits."""
+    give_address(netns, "10.1.0.5/24")
+    pod = Pod(f"slow-{number}", uid=f"u{number}", container_id=f"{number:x}")
+    served.add_pod(pod)
+    locks.enter_context(held_apply_lock(netns))
+    caller = callers.enter_context(connect(agent.socket))
+    data = call(environment("ADD", netns, pod), stdin(served.config(backend="iptables")))
+    with opened(netns, OWN_NETNS) as descriptors:
+        send(caller, data, descriptors)
+    wait(lambda: len(away(agent)) > number, "it waits")
+
+
 def test_those_that_wait_are_not_waited_for(
     served: Node, agent: Agent, new_netns: Callable[[], str]
 ) -> None:
@@ -207,15 +222,7 @@ def test_those_that_wait_are_not_waited_for(
     with ExitStack() as locks:
         with ExitStack() as callers:
             for number in range(HANDS + 1):
-                netns = new_netns()
-                give_address(netns, "10.1.0.5/24")
-                pod = Pod(f"slow-{number}", uid=f"u{number}", container_id=f"{number:x}")
-                served.add_pod(pod)
-                locks.enter_context(held_apply_lock(netns))
-                caller = callers.enter_context(connect(agent.socket))
-                with opened(netns, OWN_NETNS) as descriptors:
-                    send(caller, call(environment("ADD", netns, pod), stdin(config)), descriptors)
-                wait(lambda: len(away(agent)) > number, "it waits")  # noqa: B023 # at once
+                start_waiting(served, agent, new_netns(), number, locks, callers)
             netns = new_netns()
             give_address(netns, "10.1.0.5/24")
             since = time.monotonic()
@@ -224,7 +231,7 @@ def test_those_that_wait_are_not_waited_for(
             assert served.call("DEL", netns, config=config).silent
             assert not is_captured(netns)
             assert time.monotonic() - since < 2.0
-        wait(lambda: not away(agent), "nobody waits for those who have gone")
+        wait(lambda: not away(agent), "nobody waits for those who have gone", patience_s=2.0)
     assert hands(agent) == before
 
 
@@ -251,19 +258,40 @@ def test_a_user_namespace_after_a_deletion(
             assert caller.recv(1 << 16)[REPLY.size - 2 :] == bytes((LIMIT["DONE"], 0))
 
 
-def test_who_ends_while_others_are_asked_for_is_replaced(
-    served: Node, agent: Agent, pod_netns: str
+def test_a_user_namespace_is_entered_when_the_last_thread_has_ended(netns: str) -> None:
+    """The kernel lets in no process that has another one."""
+    script = (
+        "import os, sys, threading, time\n"
+        "from istio_cni.edge.netns import entry\n"
+        "threading.Thread(target=time.sleep, args=(0.2,)).start()\n"
+        "entry.enter(os.open(sys.argv[1], os.O_RDONLY))\n"
+    )
+    with user_namespace_pod(netns, mapped_first=True) as (path, _):
+        subprocess.run([sys.executable, "-c", script, path], check=True, timeout=30)
+
+
+def test_who_ends_while_more_are_asked_for_is_replaced(
+    served: Node, agent: Agent, new_netns: Callable[[], str]
 ) -> None:
     """The workshop hears of both at the same moment."""
+    before = hands(agent)
     config = served.config(backend="iptables")
-    for _ in range(3):
-        first, *others = hands(agent)
-        with stopped([agent.workshop()]), stopped([first]), held_apply_lock(pod_netns):
-            for each in others:
-                os.kill(each, signal.SIGKILL)
-            wait(lambda: processes(agent) == [first], "they have ended")  # noqa: B023 # at once
-        assert len(hands(agent)) == HANDS
-    assert served.call("ADD", pod_netns, config=config).status == 0
+    with ExitStack() as stack:
+        for number in range(HANDS):
+            start_waiting(served, agent, new_netns(), number, stack, stack)
+        netns = new_netns()
+        give_address(netns, "10.1.0.5/24")
+        data = call(environment("ADD", netns, WEB), stdin(config))
+        with opened(netns, OWN_NETNS) as descriptors, connect(agent.socket) as caller:
+            with stopped([agent.workshop()]):
+                for each in before[1:]:
+                    os.kill(each, signal.SIGKILL)
+                wait(lambda: processes(agent) == before[:1], "they have ended")
+                send(caller, data, descriptors)
+                time.sleep(0.1)  # it is asked for another process
+            answer = caller.recv(1 << 16)
+        assert answer[REPLY.size - 2 :][:2] == bytes((LIMIT["DONE"], 0)), answer
+    assert len(hands(agent)) == HANDS
 
 
 @pytest.mark.parametrize("others_wait", [False, True])

@@ -19,7 +19,6 @@ from istio_cni.agent import frame, metrics
 from istio_cni.agent.lead import Turn
 from istio_cni.agent.metrics import Metrics
 from istio_cni.agent.workshop import Workshop, WorkshopClosed
-from istio_cni.cni.request import VERBS
 from istio_cni.cni.serve import serve
 from istio_cni.edge import callers
 from istio_cni.edge import netns as namespaces
@@ -32,7 +31,6 @@ from istio_cni.plugin.verbs import Verbs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from istio_cni.cni.document import JSON
     from istio_cni.cni.request import Request
     from istio_cni.plugin.work import Task
 
@@ -217,7 +215,7 @@ class _Call:
     def run(self) -> tuple[int, bytes]:
         """Carry it out; return exit status and stdout. Raises Declined."""
         stdout, stderr = io.StringIO(), io.StringIO()
-        verbs = dict.fromkeys(VERBS, self._carry_out)
+        verbs = Verbs(self._host).table()
         self._host.enter(DECIDE)
         if self._caller.has_left():
             raise Declined(metrics.OTHER, "the caller has gone")
@@ -234,9 +232,6 @@ class _Call:
         if self._verb == "ADD":
             took = metrics.durations(self._host.phases, time.monotonic())
             self._node.metrics.add_took(took)
-
-    def _carry_out(self, request: Request) -> JSON | None:
-        return Verbs(self._host).table()[request.command](request)
 
     def _report(self, verb: str, container_id: str, error: IstioCNIError) -> None:
         if self._host.declined:

@@ -10,7 +10,6 @@ from istio_cni.capture import routing
 from istio_cni.capture.backend import (
     IPTABLES,
     NFTABLES,
-    NO_CHOICE,
     Choice,
     Report,
     by_name,
@@ -27,7 +26,6 @@ from istio_cni.rules.model import Family
 __all__ = [
     "IPTABLES",
     "NFTABLES",
-    "NO_CHOICE",
     "REFUSE",
     "REPLACE",
     "REWRITE",

@@ -65,18 +65,15 @@ class Report(NamedTuple):
     reason: str = ""
 
 
-NO_CHOICE = Choice("", "")
-
-
-def by_name(config: CaptureConfig) -> Choice:
-    """Return the back end that a configuration names, `NO_CHOICE` if it leaves that open."""
+def by_name(config: CaptureConfig) -> Choice | None:
+    """Return the back end that a configuration names, None if it leaves that open."""
     variant = config.iptables_variant
     if config.backend != AUTO:
         return Choice(config.backend, "asked for by name", variant=variant)
     if variant:
         reason = f"the variant {variant} is asked for by name"
         return Choice(IPTABLES, reason, variant=variant)
-    return NO_CHOICE
+    return None
 
 
 def choose(
@@ -88,7 +85,7 @@ def choose(
     "" if nobody has tried.
     """
     named = by_name(config)
-    if named.name:
+    if named is not None:
         return named
     if ours_native(netlink.nft_tables()):
         return Choice(NFTABLES, "rules of ours are in nf_tables here already")

@@ -56,8 +56,7 @@ def create(path: str, content: bytes) -> bool:
     try:
         file = os.open(path, flags, 0o600)
         try:
-            while content:
-                content = content[os.write(file, content) :]
+            _write(file, content)
         finally:
             os.close(file)
     except FileExistsError:
@@ -65,6 +64,11 @@ def create(path: str, content: bytes) -> bool:
     except OSError as error:
         raise IOFailure(f"cannot write {quoted(path)}: {error.strerror}") from error
     return True
+
+
+def _write(file: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(file, content) :]
 
 
 def temporary_name(name: str) -> str:
@@ -84,8 +88,7 @@ def _replace(
                 _keep_owner(parent, model or name, file, follow=bool(model))
             else:
                 os.fchmod(file, mode)  # whatever the umask
-            while content:
-                content = content[os.write(file, content) :]
+            _write(file, content)
             if flush:
                 os.fsync(file)
         finally:

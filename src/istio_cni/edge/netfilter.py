@@ -206,7 +206,10 @@ class Netfilter:
         """
         if name.endswith("-nft"):
             return "nft", ()
-        status = os.stat(save)
+        try:
+            status = os.stat(save)
+        except OSError as error:  # it went a moment ago
+            raise CommandFailed(f"{name}-save", None, error.strerror or str(error)) from error
         file = save, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
         if file not in _VERSIONS:
             _VERSIONS[file] = self._version(name, save)

@@ -104,16 +104,14 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
 
 
 def _read(row: Annotation, pod: Pod) -> object:
-    """Parse each text once, unless it is long: most pods of a node say the same."""
     text, where = _value(row, pod)
-    return (_kept if len(text) <= TEXT_KEPT_MAX else _parsed)(row.parse, text, where)
+    return row.parse(text, where) if len(text) > TEXT_KEPT_MAX else _kept(row.parse, text, where)
 
 
-def _parsed(parse: Callable[[str, str], object], text: str, where: str) -> object:
+@lru_cache(maxsize=TEXTS_KEPT)
+def _kept(parse: Callable[[str, str], object], text: str, where: str) -> object:
+    """Parse each text once: most pods of a node say the same."""
     return parse(text, where)
-
-
-_kept = lru_cache(maxsize=TEXTS_KEPT)(_parsed)
 
 
 def _value(row: Annotation, pod: Pod) -> tuple[str, str]:

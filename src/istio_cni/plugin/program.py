@@ -22,8 +22,6 @@ from istio_cni.plugin.work import CLEAN_UP, COMPARE, COMPARE_ANY, PROGRAM, Task
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from istio_cni.cni.request import Request
     from istio_cni.plugin.attachments import Attachments
     from istio_cni.plugin.host import Host
@@ -80,13 +78,8 @@ def _capture_recorded(
         record.made_rules = not others
         attachments.write(record)
     try:
-        foreign = namespaces.is_foreign(netns)
-        answer = _inside(
-            host,
-            netns,
-            Task(PROGRAM, request.netns, deadline, apply.by_name(config), config),
-            lambda net: apply.choose(net, config, host.node_backend, foreign=foreign),
-        )
+        choice = _choose(host, netns, config, deadline)
+        answer = _inside(host, netns, Task(PROGRAM, request.netns, deadline, choice, config))
     except Interrupted:
         raise  # the record stays, so that DEL undoes what is there
     except Exception:
@@ -129,20 +122,23 @@ def _strings(value: object) -> list[str]:
     return [str(item) for item in value] if isinstance(value, list) else []
 
 
-def _inside(
-    host: Host,
-    netns: int,
-    task: Task,
-    choose: Callable[[Netfilter], apply.Choice] = lambda _: apply.NO_CHOICE,
-) -> dict[str, object]:
-    """Work in a namespace with the task's back end; if it has none, with one that is chosen there.
+def _choose(host: Host, netns: int, config: CaptureConfig, deadline: float) -> apply.Choice:
+    """Return the back end that a configuration names, else the one that is chosen in place."""
+    named = apply.by_name(config)
+    if named is not None:
+        return named
+    foreign = namespaces.is_foreign(netns)
+    with namespaces.visiting(netns):
+        net = Netfilter(deadline=deadline)
+        return apply.choose(net, config, host.node_backend, foreign=foreign)
+
+
+def _inside(host: Host, netns: int, task: Task) -> dict[str, object]:
+    """Work in a namespace with the task's back end.
 
     nf_tables is programmed by this thread, unless the host has others that are less in demand, or
     iptables turns out to have tables there: its programs are started by another process.
     """
-    if not task.choice.name:
-        with namespaces.visiting(netns):
-            task = task._replace(choice=choose(Netfilter(deadline=task.deadline)))
     answer: object = None
     if task.choice.name == apply.NFTABLES:
         answer = host.run_elsewhere(task, netns) or _visit(host, netns, task)

@@ -30,6 +30,7 @@ LEFT_OUT = (
     "IPv6 is not captured: the pod's first address is IPv4; "
     "ISTIO_DUAL_STACK on the proxy captures both"
 )
+NOTHING = apply.Choice("", "")
 
 
 class Task(NamedTuple):
@@ -42,7 +43,7 @@ class Task(NamedTuple):
     name: str
     path: str
     deadline: float
-    choice: apply.Choice = apply.NO_CHOICE
+    choice: apply.Choice = NOTHING
     config: CaptureConfig | None = None
     cookie: int = 0
     variants: tuple[tuple[str, str], ...] = ()

@@ -19,7 +19,7 @@ import pytest
 from istio_cni.agent import plugin_log, serving
 from istio_cni.agent.log import Output
 from istio_cni.agent.plugin_log import BURST, Lines, PluginLog
-from istio_cni.constants import LOG_SOCKET
+from istio_cni.constants import LOG_BACKUP_MAX_AGE_S, LOG_SOCKET
 from istio_cni.edge import logsocket
 from istio_cni.errors import IOFailure
 from istio_cni.plugin.log import Log
@@ -416,3 +416,19 @@ def test_limits_of_both_ends_agree() -> None:
     from istio_cni.plugin import log
 
     assert 2 * log._KEPT_MAX_BYTES + 8192 < plugin_log.REQUEST_MAX_BYTES  # noqa: SLF001
+
+
+def test_old_backups_are_removed(tmp_path: Path) -> None:
+    """Calls that the agent carries out do not look for them."""
+    old, young = (tmp_path / f"istio-cni-2026-0{n}-01T00-00-00.log" for n in (1, 2))
+    for file in (old, young):
+        file.touch()
+    long_ago = time.time() - LOG_BACKUP_MAX_AGE_S - 60
+    os.utime(old, (long_ago, long_ago))
+    server = PluginLog(str(tmp_path), Lines(Output(io.StringIO())))
+    try:
+        wait(lambda: not old.exists(), "it is removed")
+        assert young.exists()
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -78,3 +78,26 @@ def test_nothing_is_started_when_time_is_over() -> None:
     net = Netfilter(deadline=time.monotonic() - 1)
     with pytest.raises(TryAgainLater, match=r"^no time left to run iptables-save$"):
         net.save(Tool("iptables", 4, "/bin/false", "/bin/false", "legacy", (1, 8, 9)))
+
+
+def test_a_program_is_asked_for_its_version_once_and_another_one_again(tmp_path: Path) -> None:
+    """Processes that do many pods' tasks know it; what takes its place is another program."""
+
+    def put(version: str) -> None:
+        for end in ("save", "restore"):
+            file = tmp_path / f".iptables-{end}"
+            file.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\necho {version}\n")
+            file.chmod(0o755)
+            file.rename(tmp_path / f"iptables-{end}")
+
+    def found() -> tuple[str, tuple[int, ...]]:
+        net = Netfilter(deadline=time.monotonic() + 5, search_path=str(tmp_path))
+        tool = net.find("iptables", 4)
+        return tool.variant, tool.version
+
+    put("'iptables v1.8.9 (nf_tables)'")
+    assert {found() for _ in range(3)} == {("nft", (1, 8, 9))}
+    assert (tmp_path / "asked").read_text().count("asked") == 1
+    put("'iptables v1.8.10 (legacy)'")
+    assert {found() for _ in range(3)} == {("legacy", (1, 8, 10))}
+    assert (tmp_path / "asked").read_text().count("asked") == 2

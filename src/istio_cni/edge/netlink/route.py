@@ -161,7 +161,7 @@ class Route(Netlink):
         body = _address_body(family, address, prefix_length)
         return self.change(doing, _DELADDR, 0, body, unless=errno.EADDRNOTAVAIL)
 
-    def policy_rules(self, family: int = _BOTH) -> tuple[PolicyRule, ...]:
+    def policy_rules(self, family: int) -> tuple[PolicyRule, ...]:
         """List the policy rules of a family in order; none if the kernel lacks the family."""
         replies = self._list("listing the policy rules", _GETRULE, family)
         return tuple(_parse_rule(reply) for reply in replies)
