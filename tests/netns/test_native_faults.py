@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from istio_cni.capture import apply, main, routing
-from istio_cni.capture.native import Wanted, compile_rules
+from istio_cni.capture.native import compile_rules
 from istio_cni.capture.session import SETTLE_TRIES, Log, changing
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
@@ -118,14 +118,12 @@ BAD = {
 }
 
 
-def with_bad_rule(wanted: CaptureConfig, bad: Rule) -> Wanted:
+def with_bad_rule(wanted: CaptureConfig, bad: Rule) -> nfnetlink.Wanted:
     """Compile a configuration with a bad rule in the middle of its good ones."""
     families, rules = generate(wanted)
     middle = len(rules) // 2
     whole = Ruleset(families, (*rules[:middle], bad, *rules[middle:]))
-    tables = complete(whole)
-    messages = nfnetlink.messages(tables)
-    return Wanted(tables, messages, nfnetlink.fingerprint(messages))
+    return nfnetlink.compiled(complete(whole))
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["first run", "re-run"])
@@ -161,11 +159,11 @@ def test_refused_rule_has_its_place_in_the_chain(netns: str) -> None:
         run(netns, lambda net, log: commit_session(net, log, bad))
 
 
-def commit_session(net: Netfilter, log: Log, wanted: Wanted) -> apply.Report:
+def commit_session(net: Netfilter, log: Log, wanted: nfnetlink.Wanted) -> apply.Report:
     """Do what the product does, with messages of the test's own."""
     with changing(net, log) as session:
         session.route(routing.wanted(WHOLE))
-        session.commit(wanted.messages, wanted.comment)
+        session.commit(wanted)
         return apply.Report({}, session.changed)
 
 
@@ -192,7 +190,7 @@ def test_overflow_of_replies_is_no_verdict(netns: str) -> None:
         with netlink.Ruleset() as kernel:
             kernel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # noqa: SLF001
             without_tables = [one for one in wanted if one.kind != NEWTABLE]
-            kernel.commit(without_tables * 20)
+            kernel.commit(nfnetlink.Batch(without_tables * 20))
 
     with pytest.raises(netlink.Unsettled, match="No buffer space available"):
         call_inside(netns, overflow)

@@ -153,7 +153,7 @@ def _print_rules(options: Options, config: CaptureConfig) -> None:
 def _native_documents(options: Options, config: CaptureConfig) -> dict[str, str]:
     """Return the rules for the nftables back end, in the form asked for, by its header."""
     from istio_cni.capture.native import compile_rules
-    from istio_cni.rules import nfdump, nfnetlink, nftables
+    from istio_cni.rules import nfdump, nftables
 
     ruleset = generate(config)
     if options.output == TEXT:
@@ -163,10 +163,11 @@ def _native_documents(options: Options, config: CaptureConfig) -> dict[str, str]
     wanted = compile_rules(config)
     if options.output == COMPLETE:
         return {"nft -f -": nftables.render_complete(wanted.tables, wanted.comment)}
-    batch = nfnetlink.transaction(wanted.messages, comment=wanted.comment)
-    size = sum(len(message.body) for message in batch)
-    title = f"nf_tables netlink: one batch, {len(batch)} messages, {size} bytes of attributes"
-    return {title: nfdump.describe(batch)}
+    size = sum(len(message.body) for message in wanted.fresh)
+    title = (
+        f"nf_tables netlink: one batch, {len(wanted.fresh)} messages, {size} bytes of attributes"
+    )
+    return {title: nfdump.describe(wanted.fresh)}
 
 
 def _print(text: str) -> None:

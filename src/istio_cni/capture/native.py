@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from istio_cni.capture import routing
 from istio_cni.capture.backend import NFTABLES, Report, guard_stands, may_hold_iptables, once_each
 from istio_cni.capture.detect import resolve_owners
@@ -13,28 +11,15 @@ from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.rules import nfnetlink
 from istio_cni.rules.config import CaptureConfig
-from istio_cni.rules.nftables import NftTable, complete
+from istio_cni.rules.nfnetlink import Wanted
+from istio_cni.rules.nftables import complete
 from istio_cni.rules.sidecar import generate
 
 
-class Wanted(NamedTuple):
-    """Our tables, the messages that make them, the fingerprint that they carry as a comment."""
-
-    tables: tuple[NftTable, ...]
-    messages: tuple[nfnetlink.Message, ...]
-    comment: str
-
-
+@once_each
 def compile_rules(config: CaptureConfig) -> Wanted:
     """Turn a configuration into what the kernel is to hold. Raises InvalidParameter."""
-    return _compiled(resolve_owners(config))
-
-
-@once_each
-def _compiled(config: CaptureConfig) -> Wanted:
-    tables = complete(generate(config))
-    messages = nfnetlink.messages(tables)
-    return Wanted(tables, messages, nfnetlink.fingerprint(messages))
+    return nfnetlink.compiled(complete(generate(resolve_owners(config))))
 
 
 def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existing: str) -> Report:
@@ -46,12 +31,12 @@ def program(net: Netfilter, config: CaptureConfig, log: Log, reason: str, existi
     with changing(net, log) as session:
         if existing == REFUSE:
             session.refuse_programs_rules()
-            session.refuse_other(wanted.messages, wanted.comment)
+            session.refuse_other(wanted)
         captured = bool(session.native)
         if captured:
             session.remove_programs_rules()
         session.route(routing.wanted(config))
-        session.commit(wanted.messages, wanted.comment, rewrite=existing == REWRITE)
+        session.commit(wanted, rewrite=existing == REWRITE)
         if not captured:
             session.remove_programs_rules()
         for unread in session.missing:  # somebody with programs of their own may have been here

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
 from istio_cni import constants
 from istio_cni.capture import routing
@@ -22,7 +23,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from socket import socket
 
-    from istio_cni.rules.nfnetlink import Message
+    from istio_cni.rules.nfnetlink import Batch, Message, Wanted
 
 Log = Callable[[str, str], None]
 REFUSE, REPLACE, REWRITE = "refuse", "replace", "rewrite"  # what to do with rules of ours
@@ -30,15 +31,27 @@ ROLLBACK_S = constants.ROLLBACK_RESERVE_S + 0.5  # and the time to tell
 SETTLE_TRIES, SETTLE_PAUSE_S = 5, 0.01
 
 
+class Place(NamedTuple):
+    """A namespace that one session has for itself: the lock, and what nf_tables holds there.
+
+    `kernel` is None without nf_tables.
+    """
+
+    lock: socket
+    kernel: netlink.Ruleset | None
+    tables: tuple[netlink.Listed, ...]
+
+
 class Session:
     """A change to a namespace in which iptables holds nothing."""
 
-    def __init__(self, net: Netfilter, log: Log, tables: tuple[netlink.Listed, ...]) -> None:
+    def __init__(self, net: Netfilter, log: Log, place: Place) -> None:
         self.net = net
         self.log = log
         self.changed: list[str] = []
-        self.native = ours_native(tables)
-        self.guarded = guard_stands(tables)
+        self._place = place
+        self.native = ours_native(place.tables)
+        self.guarded = guard_stands(place.tables)
         self.native_made = False
         self.target: dict[str, str] | None = None
         self.missing: list[IstioCNIError] = []  # why tables of iptables cannot be read
@@ -51,6 +64,20 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.revert(error)
+
+    @property
+    def kernel(self) -> netlink.Ruleset:
+        """What our own tables are in. Raises NoNftables."""
+        if self._place.kernel is None:
+            raise netlink.NoNftables
+        return self._place.kernel
+
+    def tables(self) -> tuple[netlink.Listed, ...]:
+        """List the tables of nf_tables; none where the kernel has none."""
+        try:
+            return self.kernel.tables()
+        except netlink.NoNftables:
+            return ()
 
     def refuse_unread(self) -> None:
         """Raise if there may be rules of ours that cannot be read."""
@@ -66,11 +93,10 @@ class Session:
         for name in self.native:
             raise other_rules(f"the back end nftables has made {constants.NFT_FAMILY} {name}")
 
-    def refuse_other(self, wanted: tuple[Message, ...], comment: str) -> None:
+    def refuse_other(self, wanted: Wanted) -> None:
         """Refuse to replace tables of ours that another configuration made; name a difference."""
-        if self.native and set(self.native.values()) != {comment}:
-            with netlink.Ruleset() as kernel:
-                found = rules_difference(kernel, wanted)
+        if self.native and set(self.native.values()) != {wanted.comment}:
+            found = rules_difference(self.kernel, wanted.messages)
             if found:  # kernels before 5.10 keep no comments
                 raise other_rules(found)
 
@@ -90,54 +116,49 @@ class Session:
         if self.net.may_commit is not None and not self._turning_back:
             self.net.may_commit()
 
-    def commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool = False) -> None:
+    def commit(self, wanted: Wanted, *, rewrite: bool = False) -> None:
         """Make our tables hold these rules and nothing else, in one batch; nothing if they do.
 
-        `comment` is their fingerprint. Where it cannot be told whether a batch was carried out, or
-        the tables were not as they were read, they are read again, a few times. No connection can
-        begin while tables are replaced.
+        Where it cannot be told whether a batch was carried out, or the tables were not as they were
+        read, they are read again, a few times. No connection can begin while tables are replaced.
         """
         try:
-            self._commit(wanted, comment, rewrite=rewrite)
+            self._commit(wanted, rewrite=rewrite)
         finally:
             self._take_down_guard()
 
-    def _commit(self, wanted: tuple[Message, ...], comment: str, *, rewrite: bool) -> None:
-        from istio_cni.rules.nfnetlink import transaction  # the nftables back end only
-
+    def _commit(self, wanted: Wanted, *, rewrite: bool) -> None:
+        if not rewrite and self._holds(wanted):
+            return
+        self.changed.append("nf_tables")
         had = bool(self.native)
-        with netlink.Ruleset() as kernel:
-            if not rewrite and self._holds(kernel, wanted, comment):
-                return
-            self.changed.append("nf_tables")
-            self.native_made = bool(wanted) and not had
-            self.target = dict.fromkeys((message.table for message in wanted), comment)
-            if had and wanted:
-                self._put_up_guard(kernel)
-            self._settle(
-                kernel,
-                lambda: transaction(wanted, present=self.native, comment=comment),
-                lambda _: self._holds(kernel, wanted, comment),
-            )
-            self.native = self.target
+        self.native_made = bool(wanted.messages) and not had
+        self.target = wanted.names
+        if had and wanted.messages:
+            self._put_up_guard()
+        self._settle(lambda: wanted.replacing(self.native), lambda _: self._holds(wanted))
+        self.native = self.target
 
     def remove_native(self) -> None:
         """Remove our tables, if there are any."""
         if self.native or self.guarded:
-            self.commit((), "")
+            from istio_cni.rules.nfnetlink import NOTHING  # where we have tables only
+
+            self.commit(NOTHING)
 
     def forget_native(self) -> None:
         """Take back the tables that this session has made."""
-        self.native = ours_native(netlink.nft_tables())
+        self.native = ours_native(self.tables())
         self.remove_native()
 
-    def _put_up_guard(self, kernel: netlink.Ruleset) -> None:
-        from istio_cni.rules.nfnetlink import messages  # tables that are replaced only
+    def _put_up_guard(self) -> None:
+        from istio_cni.rules.nfnetlink import messages, transaction  # tables that are replaced only
         from istio_cni.rules.nftables import GUARD
 
         if not self.guarded:
             self.guarded = True  # whatever comes: it is to go again
-            self._settle(kernel, lambda: messages([GUARD]), guard_stands)
+            guard = transaction(messages([GUARD]))
+            self._settle(lambda: guard, guard_stands)
         netlink.wait_for_packets()
 
     def _take_down_guard(self) -> None:
@@ -148,52 +169,45 @@ class Session:
 
         netlink.wait_for_packets()
         removal = transaction((), present=[constants.NFT_GUARD])
-        with netlink.Ruleset() as kernel:
-            self._settle(kernel, lambda: removal, lambda tables: not guard_stands(tables))
+        self._settle(lambda: removal, lambda tables: not guard_stands(tables))
         self.guarded = False
 
     def _settle(
-        self,
-        kernel: netlink.Ruleset,
-        batch: Callable[[], tuple[Message, ...]],
-        is_done: Callable[[tuple[netlink.Listed, ...]], bool],
+        self, batch: Callable[[], Batch], is_done: Callable[[tuple[netlink.Listed, ...]], bool]
     ) -> None:
         """Send a batch; where its end is not known, look at the tables and send it again."""
         for _ in range(SETTLE_TRIES):
             try:
-                return self._commit_batch(kernel, batch())
+                return self._commit_batch(batch())
             except netlink.Unsettled as unsettled:
                 self.log("debug", f"{unsettled.msg}; looking again")
             time.sleep(SETTLE_PAUSE_S)
-            tables = kernel.tables()
+            tables = self.tables()
             self.native = ours_native(tables)
             if is_done(tables):
                 return None
         raise TryAgainLater(f"nf_tables tables of ours changed {SETTLE_TRIES} times meanwhile")
 
-    def _commit_batch(self, kernel: netlink.Ruleset, batch: tuple[Message, ...]) -> None:
+    def _commit_batch(self, batch: Batch) -> None:
         """Send a batch; where somebody may give up meanwhile, only if nothing has changed since.
 
         Whoever gave up goes on without us: a batch that was held up must not undo that.
         """
-        generation = 0 if self.net.may_commit is None else kernel.generation()
+        generation = 0 if self.net.may_commit is None else self.kernel.generation()
         self.confirm()
-        kernel.commit(batch, generation)
+        self.kernel.commit(batch, generation)
 
-    def _holds(self, kernel: netlink.Ruleset, wanted: tuple[Message, ...], comment: str) -> bool:
-        names = {message.table for message in wanted}
-        if self.native != dict.fromkeys(names, comment):
+    def _holds(self, wanted: Wanted) -> bool:
+        if self.native != wanted.names:
             return False
-        if not names:
-            return True
-        return not rules_difference(kernel, wanted)
+        return not wanted.messages or not rules_difference(self.kernel, wanted.messages)
 
     def is_whole(self) -> bool:
         """Tell whether all is done: our tables come last, and are what they are to be.
 
         An interrupt may come after the batch was carried out.
         """
-        return self.target is not None and self.target == ours_native(netlink.nft_tables())
+        return self.target is not None and self.target == ours_native(self.tables())
 
     def revert(self, error: BaseException) -> None:
         """Bring everything back to what it was, unless all is done already and wanted."""
@@ -232,13 +246,16 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def locked(net: Netfilter) -> Iterator[socket]:
-    """Keep every other session of ours out of the present namespace."""
-    lock = hold_apply_lock(net.deadline, net.may_commit)
-    try:
-        yield lock
-    finally:
-        lock.close()
+def alone(net: Netfilter) -> Iterator[Place]:
+    """Keep every other session of ours out of the present namespace, and look at its tables."""
+    with ExitStack() as stack:
+        lock = stack.enter_context(hold_apply_lock(net.deadline, net.may_commit))
+        kernel: netlink.Ruleset | None = None
+        tables: tuple[netlink.Listed, ...] = ()
+        with suppress(netlink.NoNftables):
+            kernel = stack.enter_context(netlink.Ruleset())
+            tables = kernel.tables()
+        yield Place(lock, kernel, tables)
 
 
 @contextmanager
@@ -247,12 +264,11 @@ def changing(net: Netfilter, log: Log) -> Iterator[Session]:
 
     Programs are started only where iptables has tables.
     """
-    with locked(net) as lock:
-        tables = netlink.nft_tables()
-        session = Session(net, log, tables)
-        if may_hold_iptables(tables):
+    with alone(net) as place:
+        session = Session(net, log, place)
+        if may_hold_iptables(place.tables):
             from istio_cni.capture.transaction import Run  # not where nf_tables is all there is
 
-            session = Run(net, log, tables, lock)
+            session = Run(net, log, place)
         with session:
             yield session

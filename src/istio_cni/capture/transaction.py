@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from istio_cni.capture import routing
-from istio_cni.capture.session import Log, Session, locked, one_line, other_rules
+from istio_cni.capture.session import Log, Place, Session, alone, one_line, other_rules
 from istio_cni.capture.tools import (
     BASE,
     NFT_FAMILY,
@@ -35,10 +35,6 @@ from istio_cni.rules.iptables import block, parse_save
 from istio_cni.rules.model import Family, Ruleset, Table
 from istio_cni.rules.state import State, differences, ours
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from socket import socket
-
 SHORT = 32_768  # bytes of a text that a pipe takes at once
 ROLLBACK_SHARE = 0.7  # of what is left then; the rest is for the drop rules, if it fails
 
@@ -46,16 +42,13 @@ ROLLBACK_SHARE = 0.7  # of what is left then; the rest is for the drop rules, if
 class Run(Session):
     """A change that may touch both families and both variants of iptables, too."""
 
-    def __init__(
-        self, net: Netfilter, log: Log, tables: tuple[netlink.Listed, ...], lock: socket
-    ) -> None:
-        super().__init__(net, log, tables)
+    def __init__(self, net: Netfilter, log: Log, place: Place) -> None:
+        super().__init__(net, log, place)
         self.touched: dict[tuple[Family, str], Held] = {}
-        self.nft_before = {(table.family, table.name) for table in tables}
-        self._lock = lock
+        self.nft_before = {(table.family, table.name) for table in place.tables}
 
     def __enter__(self) -> Run:
-        self.net.keep = self._lock.fileno()
+        self.net.keep = self._place.lock.fileno()
         try:
             found = {family: survey(self.net, family) for family in Family}
         except BaseException:
@@ -304,7 +297,7 @@ class Run(Session):
 @contextmanager
 def running(net: Netfilter, log: Log) -> Iterator[Run]:
     """Work alone in the present namespace, with iptables at hand; a failure undoes it all."""
-    with locked(net) as lock, Run(net, log, netlink.nft_tables(), lock) as run:
+    with alone(net) as place, Run(net, log, place) as run:
         yield run
 
 

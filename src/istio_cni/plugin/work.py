@@ -75,14 +75,14 @@ def run(
 
 
 def _program(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:
-    config, left_out = _with_families(_config(task))
+    config, left_out, cookie = _looked_at(_config(task))
     report = apply.program(net, config, inside.log, task.choice)
     if left_out:
         inside.log("warn", left_out)
     return {
         "settings": _settings(config),
         **report._asdict(),
-        "cookie": netlink.namespace_cookie(),
+        "cookie": cookie,
     }
 
 
@@ -101,7 +101,7 @@ def _compare(task: Task, _: Inside, net: Netfilter) -> dict[str, object]:
 
 
 def _compare_any(task: Task, _: Inside, net: Netfilter) -> dict[str, object]:
-    wanted = _with_families(_config(task))[0]
+    wanted = _looked_at(_config(task))[0]
     return {"difference": apply.check(net, wanted, *apply.holders(net))}
 
 
@@ -134,10 +134,14 @@ def _is_the_same(task: Task) -> bool:
     return not task.cookie or netlink.namespace_cookie() == task.cookie
 
 
-def _with_families(config: CaptureConfig) -> tuple[CaptureConfig, str]:
-    """Decide by the pod's own addresses whether IPv6 is captured; say if some of it is not."""
+def _looked_at(config: CaptureConfig) -> tuple[CaptureConfig, str, int]:
+    """Decide by the pod's own addresses whether IPv6 is captured; say if some of it is not.
+
+    The number at last is the cookie of the namespace.
+    """
     with netlink.Route() as route:
         addresses = [there.address for there in route.addresses()]
+        cookie = route.cookie()
     _, ipv6 = detect.host_address(addresses, dual_stack=config.dual_stack)
     is_left_out = not ipv6 and detect.host_address(addresses, dual_stack=True)[1]
-    return config._replace(ipv6=ipv6), LEFT_OUT if is_left_out else ""
+    return config._replace(ipv6=ipv6), LEFT_OUT if is_left_out else "", cookie

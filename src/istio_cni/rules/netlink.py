@@ -1,4 +1,4 @@
-"""What netlink messages are made of: attributes, and the operations of nf_tables.
+"""What netlink messages are made of: header, attributes, and the operations of nf_tables.
 
 An attribute is a length, a number and a payload, padded to four bytes; a payload may be attributes
 again. Packed and unpacked here, no kernel needed.
@@ -17,10 +17,23 @@ NEWSET, GETSET = 9, 10
 NEWSETELEM, GETSETELEM = 12, 13
 GETGEN = 16
 
+NF_TABLES = 10  # the subsystem of netfilter's netlink
+FAMILIES = {"inet": 1, "ip": 2, "arp": 3, "netdev": 5, "bridge": 7, "ip6": 10}
+HEADERS = {"": bytes(4)} | {name: bytes((number, 0, 0, 0)) for name, number in FAMILIES.items()}
+"""What attributes follow in its messages, by family: that, version, resource; "" for all."""
+
+HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+REQUEST = 0x1
+
 NESTED = 0x8000
 _KIND_BITS = 0x3FFF  # of an attribute's number; the others say "nested" and "network order"
 _HEAD = struct.Struct("=HH")
 _PADDING = (b"", b"\0\0\0", b"\0\0", b"\0")
+
+
+def frame(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
+    """Pack one message, a request to the kernel."""
+    return HEADER.pack(HEADER.size + len(body), kind, flags | REQUEST, sequence, 0) + body
 
 
 def attribute(kind: int, payload: bytes) -> bytes:

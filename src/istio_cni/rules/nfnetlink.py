@@ -14,11 +14,12 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Collection, Iterable, Iterator
-from functools import cache
+from functools import cache, cached_property
 from hashlib import sha256
 from ipaddress import IPv6Network, ip_network
 from typing import NamedTuple
 
+from istio_cni.constants import NFT_FAMILY
 from istio_cni.rules.model import (
     Address,
     ConntrackState,
@@ -33,12 +34,15 @@ from istio_cni.rules.model import (
 )
 from istio_cni.rules.netlink import (
     DELTABLE,
+    HEADERS,
     NEWCHAIN,
     NEWRULE,
     NEWSET,
     NEWSETELEM,
     NEWTABLE,
+    NF_TABLES,
     attribute,
+    frame,
     nested,
     pack_comment,
     string,
@@ -81,6 +85,24 @@ class Message(NamedTuple):
         return f"{self.table} {self.chain} rule {self.number}{part}: `{text}`"
 
 
+class Batch(tuple[Message, ...]):
+    """Messages that are carried out together, or none of them."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """All of them as they are sent, each numbered by its place, from 1 on."""
+        operation, header = NF_TABLES << 8, HEADERS[NFT_FAMILY]
+        return b"".join(
+            frame(operation | one.kind, one.flags, place, header + one.body)
+            for place, one in enumerate(self, 1)
+        )
+
+    @property
+    def deletes(self) -> bool:
+        """Whether a table goes, which the kernel takes its time for afterwards."""
+        return any(one.kind == DELTABLE for one in self)
+
+
 def messages(tables: Iterable[NftTable]) -> tuple[Message, ...]:
     """Return the messages that make these tables in a namespace that has none of ours."""
     return tuple(message for table in tables for message in _table(table))
@@ -97,8 +119,8 @@ def fingerprint(wanted: Iterable[Message]) -> str:
 
 def transaction(
     wanted: Iterable[Message], *, present: Collection[str] = (), comment: str = ""
-) -> tuple[Message, ...]:
-    """Return the messages of one batch that put the wanted ones in the place of what is there.
+) -> Batch:
+    """Return the batch that puts the wanted messages in the place of what is there.
 
     `present` names the tables of ours that are there: they go first. A table that is there although
     it is not named makes the batch fail (EEXIST), one that is not although it is named, too
@@ -109,7 +131,40 @@ def transaction(
         if message.kind == NEWTABLE and comment:
             message = message._replace(body=message.body + pack_comment(6, comment))
         batch.append(message)
-    return tuple(batch)
+    return Batch(batch)
+
+
+class Wanted(NamedTuple):
+    """Our tables, the messages that make them, the fingerprint that they carry as a comment.
+
+    `fresh` is the batch for a namespace that has none of ours.
+    """
+
+    tables: tuple[NftTable, ...]
+    messages: tuple[Message, ...]
+    comment: str
+    fresh: Batch
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The tables by name, each with its comment."""
+        return dict.fromkeys((table.name for table in self.tables), self.comment)
+
+    def replacing(self, present: Collection[str]) -> Batch:
+        """Return the batch for a namespace that has these tables of ours."""
+        if not present:
+            return self.fresh
+        return transaction(self.messages, present=present, comment=self.comment)
+
+
+NOTHING = Wanted((), (), "", Batch())
+
+
+def compiled(tables: tuple[NftTable, ...]) -> Wanted:
+    """Compile tables, with all that follows from them alone."""
+    made = messages(tables)
+    comment = fingerprint(made)
+    return Wanted(tables, made, comment, transaction(made, comment=comment))
 
 
 def _table(table: NftTable) -> Iterator[Message]:

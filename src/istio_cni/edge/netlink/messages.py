@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 
 from istio_cni.errors import ProgrammingFailed
-from istio_cni.rules.netlink import attributes, padded, text
+from istio_cni.rules.netlink import HEADER, attributes, frame, padded, text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ CREATE_NEW = 0x600  # CREATE | EXCL: an error if it exists
 DUMP_TRIES = 5
 
 _SOL_NETLINK, _CAP_ACK, _EXT_ACK, _GET_STRICT_CHECK = 270, 10, 11, 12
-_REQUEST, _ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x1, 0x4, 0x10, 0x200
+_ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x4, 0x10, 0x200
 _ERROR, _DONE = 2, 3
-_HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_FIRST_REQUEST = 1 << 24  # its sequence number; lower ones are places in a batch
 _RECEIVE_BYTES = 1 << 16  # the kernel writes lists in pieces of 32 KiB at most
 _ALWAYS_SENT_BYTES = 100_000  # half of the usual send buffer
 _SO_SNDBUFFORCE = 32
@@ -49,7 +49,7 @@ class Netlink:
 
     def __init__(self, protocol: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._sequence = 0
+        self._sequence = _FIRST_REQUEST
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
         try:
             self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
@@ -73,6 +73,13 @@ class Netlink:
         """Return the socket's descriptor, as a file does."""
         return self._socket.fileno()
 
+    def cookie(self) -> int:
+        """Identify the socket's namespace; see `namespace_cookie`."""
+        try:
+            return _cookie(self._socket)
+        except OSError:
+            return 0
+
     def check_strictly(self) -> bool:
         """Have the kernel heed what a request for a list says; False before Linux 4.20."""
         try:
@@ -87,7 +94,8 @@ class Netlink:
         A list that changed while the kernel wrote it is asked for again, `DUMP_TRIES` times in all.
         """
         for _ in range(DUMP_TRIES):
-            self._send(doing, self._message(kind, flags | _ACK, body))
+            self._sequence += 1
+            self._send(doing, frame(kind, flags | _ACK, self._sequence, body))
             replies, interrupted = self._replies(doing)
             if not interrupted:
                 return replies
@@ -103,33 +111,24 @@ class Netlink:
             return False
         return True
 
-    def batch(self, doing: str, messages: list[tuple[int, int, bytes]]) -> None:
-        """Send several messages in one datagram and raise the first error that comes back.
+    def batch(self, doing: str, data: bytes) -> None:
+        """Send the messages of a batch in one datagram and raise the first error that comes back.
 
-        The kernel has carried them out, and queued all replies, when sending returns; so nothing is
-        waited for, and no acknowledgement asked for: kernels before 6.10 do not send the last one,
-        and those of single messages overflow the receive buffer, while the batch is carried out.
+        Each message's sequence number is its place. The kernel has carried them out, and queued all
+        replies, when sending returns; so nothing is waited for, and no acknowledgement asked for:
+        kernels before 6.10 do not send the last one, and those of single messages overflow the
+        receive buffer, while the batch is carried out.
         """
-        before = self._sequence
-        data = bytearray()
-        for number, (kind, flags, body) in enumerate(messages, before + 1):  # a pod has hundreds
-            data += _HEADER.pack(_HEADER.size + len(body), kind, _REQUEST | flags, number, 0)
-            data += body
-        self._sequence += len(messages)
         self._make_room(len(data))
         self._send(doing, data)
+        first: Refused | None = None
         with suppress(BlockingIOError):
             while True:
-                for kind, flags, sequence, payload in self._take(doing, socket.MSG_DONTWAIT):
-                    if kind == _ERROR and sequence > before:
-                        self._check_batch(doing, sequence - before - 1, kind, flags, payload)
-
-    def _check_batch(self, doing: str, place: int, kind: int, flags: int, payload: bytes) -> None:
-        try:
-            _check(doing, kind, flags, payload)
-        except Refused as refused:
-            refused.place = place
-            raise
+                for kind, flags, place, payload in self._take(doing, socket.MSG_DONTWAIT):
+                    if kind == _ERROR and place < _FIRST_REQUEST:
+                        first = first or _refused(doing, place, flags, payload)
+        if first is not None:
+            raise first
 
     def _make_room(self, size: int) -> None:
         """Let the kernel take a datagram of this size; beyond the system's limit root may ask."""
@@ -140,12 +139,7 @@ class Netlink:
         except PermissionError:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
-    def _message(self, kind: int, flags: int, body: bytes) -> bytes:
-        self._sequence += 1
-        size = _HEADER.size + len(body)
-        return _HEADER.pack(size, kind, _REQUEST | flags, self._sequence, 0) + body
-
-    def _send(self, doing: str, data: bytes | bytearray) -> None:
+    def _send(self, doing: str, data: bytes) -> None:
         try:
             self._socket.sendto(data, (0, 0))
         except OSError as error:
@@ -187,11 +181,11 @@ class Netlink:
         found: list[tuple[int, int, int, bytes]] = []
         if sender[0] != 0:  # port 0 is the kernel; a process could forge a reply
             return found
-        at, last = 0, len(data) - _HEADER.size
+        at, last = 0, len(data) - HEADER.size
         while at <= last:
-            size, kind, flags, sequence, _ = _HEADER.unpack_from(data, at)
-            found.append((kind, flags, sequence, data[at + _HEADER.size : at + size]))
-            at += max(padded(size), _HEADER.size)
+            size, kind, flags, sequence, _ = HEADER.unpack_from(data, at)
+            found.append((kind, flags, sequence, data[at + HEADER.size : at + size]))
+            at += max(padded(size), HEADER.size)
         return found
 
 
@@ -200,9 +194,19 @@ def _check(doing: str, kind: int, flags: int, payload: bytes) -> None:
     code = -struct.unpack_from("=i", payload)[0] if len(payload) >= 4 else 0
     if code == 0:
         return
-    copied = _HEADER.size if kind == _ERROR else 0  # an error repeats the header of the request
+    copied = HEADER.size if kind == _ERROR else 0  # an error repeats the header of the request
     said = dict(attributes(payload, 4 + copied)) if flags & _ACK_HAS_ATTRIBUTES else {}
     raise refusal(doing, code, text(said.get(1, b"")))
+
+
+def _refused(doing: str, place: int, flags: int, payload: bytes) -> Refused | None:
+    """Return the error that an answer to a message of a batch reports, None if it does not."""
+    try:
+        _check(doing, _ERROR, flags, payload)
+    except Refused as refused:
+        refused.place = place
+        return refused
+    return None
 
 
 def refusal(doing: str, code: int, words: str = "") -> Refused:
@@ -235,7 +239,12 @@ def namespace_cookie() -> int:
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as any_socket:
-            raw = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
+            return _cookie(any_socket)
     except OSError:
         return 0
+
+
+def _cookie(any_socket: socket.socket) -> int:
+    """Return what the kernel calls the namespace of a socket. Raises OSError."""
+    raw = any_socket.getsockopt(socket.SOL_SOCKET, _SO_NETNS_COOKIE, 8)
     return int(struct.unpack("=Q", raw)[0])

@@ -248,10 +248,11 @@ class Route(Netlink):
         """Dump the rules or routes of one family or both, those of some tables if any are given."""
         wanted = (_AF[family],) if family else tuple(_FAMILY)
         if tables and self.check_strictly():
-            asked = [(number, _number(_RTA_TABLE, each)) for number in wanted for each in tables]
+            asked = [_number(_RTA_TABLE, each) for each in tables]
         else:
-            asked = [(_AF.get(family, 0), b"")]
-        replies = [reply for one in asked for reply in self._dump(doing, kind, *one)]
+            asked = [b""]
+        number = _AF.get(family, _BOTH)
+        replies = [reply for one in asked for reply in self._dump(doing, kind, number, one)]
         # There are other families, and a kernel without the one that is asked for may list them.
         return [reply for reply in replies if reply[0] in wanted]
 

@@ -15,9 +15,7 @@ from contextlib import suppress
 
 from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
-    HEADERS,
     MODULES,
-    NF_TABLES,
     Nftables,
     framed_batch,
     message,
@@ -42,9 +40,9 @@ from istio_cni.rules.netlink import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
-    from istio_cni.rules.nfnetlink import Message
+    from istio_cni.rules.nfnetlink import Batch
 
 _INET = "inet"
 _BODY = 4  # where attributes begin, after nfgenmsg
@@ -112,23 +110,20 @@ class Ruleset(Nftables):
         bodies = (reply[_BODY:] for reply in replies)
         return [(makes, body) for body in bodies if text(dict(attributes(body))[1]) in tables]
 
-    def commit(self, batch: Sequence[Message], generation: int = 0) -> None:
+    def commit(self, batch: Batch, generation: int = 0) -> None:
         """Carry out all messages or none; with a `generation`, none if anything changed since.
 
         Raises Unsettled if the tables must be looked at again first, else ProgrammingFailed with
         the message that the kernel refused and why.
         """
-        operation, header = NF_TABLES << 8, HEADERS[_INET]
-        inner = [(operation | one.kind, one.flags, header + one.body) for one in batch]
-        framed = framed_batch(inner, generation)
-        self._has_deleted |= any(one.kind == DELTABLE for one in batch)
+        self._has_deleted |= batch.deletes
         try:
-            self.batch("programming nf_tables", framed)
+            self.batch("programming nf_tables", framed_batch(batch.packed, len(batch), generation))
         except Refused as refused:
             raise _explained(refused, batch) from refused
 
 
-def _explained(refused: Refused, batch: Sequence[Message]) -> ProgrammingFailed:
+def _explained(refused: Refused, batch: Batch) -> ProgrammingFailed:
     place = -1 if refused.place is None else refused.place - 1
     known = 0 <= place < len(batch)
     gone = known and batch[place].kind == DELTABLE and refused.errno == errno.ENOENT

@@ -20,12 +20,16 @@ from istio_cni.errors import IOFailure, ProgrammingFailed
 from istio_cni.rules.netlink import (
     DELCHAIN,
     DELTABLE,
+    FAMILIES,
     GETCHAIN,
     GETGEN,
     GETTABLE,
+    HEADERS,
+    NF_TABLES,
     attribute,
     attributes,
     comment,
+    frame,
     string,
     text,
 )
@@ -36,16 +40,13 @@ IPTABLES_TABLES = tuple(
 
 MODULES = "nf_tables, nft_chain_nat, nft_ct, nft_redir, nft_tproxy"
 _NETLINK_NETFILTER = 12
-NF_TABLES = 10  # subsystem
 BATCH_BEGIN, BATCH_END = 0x10, 0x11
 _NONREC = 0x100  # delete it only if nothing is in it
 _GENERATION = 1
 _TABLE_NAME, _TABLE_USE, _TABLE_USERDATA = 1, 3, 6
 _CHAIN_TABLE, _CHAIN_NAME, _CHAIN_HOOK, _CHAIN_POLICY, _CHAIN_USE = 1, 3, 4, 5, 6
 _ACCEPT = 1
-_FAMILIES = {"inet": 1, "ip": 2, "arp": 3, "netdev": 5, "bridge": 7, "ip6": 10}
-FAMILY_NAMES = {number: name for name, number in _FAMILIES.items()}
-HEADERS = {"": bytes(4)} | {name: bytes((number, 0, 0, 0)) for name, number in _FAMILIES.items()}
+FAMILY_NAMES = {number: name for name, number in FAMILIES.items()}
 _UNSUPPORTED = (errno.EINVAL, errno.EPROTONOSUPPORT, errno.EOPNOTSUPP)
 # In use by now, changed meanwhile, already gone, owned by a running process.
 _LEFT_ALONE = (errno.EBUSY, errno.ERESTART, errno.ENOENT, errno.EPERM)
@@ -136,7 +137,11 @@ class Nftables(Netlink):
         batch.append(message(DELTABLE, _NONREC, family, string(_TABLE_NAME, table)))
         doing = f"deleting the empty nf_tables table {family} {table}"
         try:
-            self.batch(doing, framed_batch(batch, generation))
+            packed = b"".join(
+                frame(kind, flags, place, body)
+                for place, (kind, flags, body) in enumerate(batch, 1)
+            )
+            self.batch(doing, framed_batch(packed, len(batch), generation))
         except Refused as refused:
             if refused.errno not in _LEFT_ALONE:
                 raise
@@ -193,17 +198,16 @@ def legacy_tables(family: int) -> tuple[str, ...]:
 def message(
     kind: int, flags: int, family: str = "", attributes: bytes = b""
 ) -> tuple[int, int, bytes]:
-    """Make a message of nf_tables, as `ask` and `batch` take it; no family means all."""
+    """Make a message of nf_tables, as `ask` takes it; no family means all."""
     return NF_TABLES << 8 | kind, flags, HEADERS[family] + attributes
 
 
-def framed_batch(
-    messages: list[tuple[int, int, bytes]], generation: int = 0
-) -> list[tuple[int, int, bytes]]:
-    """Make a batch of messages; with a `generation`, one that is refused if that has passed."""
-    frame = struct.pack("!BBH", 0, 0, NF_TABLES)
+def framed_batch(packed: bytes, count: int, generation: int = 0) -> bytes:
+    """Make one batch of so many packed messages; it is refused if a `generation` has passed."""
+    about = struct.pack("!BBH", 0, 0, NF_TABLES)
     since = attribute(_GENERATION, struct.pack("!I", generation)) if generation else b""
-    return [(BATCH_BEGIN, 0, frame + since), *messages, (BATCH_END, 0, frame)]
+    begin = frame(BATCH_BEGIN, 0, 0, about + since)
+    return begin + packed + frame(BATCH_END, 0, count + 1, about)
 
 
 def _said(reply: bytes) -> dict[int, bytes]:
