@@ -100,13 +100,12 @@ class Request:
 
 def lookup(mapping: Mapping[str, object], key: str, default: object = None) -> object:
     """Find the value of `key`, spelled exactly or else in any case; then the last one counts."""
-    if key in mapping:
-        return mapping[key]
-    lowered = key.lower()
-    for name, value in mapping.items():
-        if name.lower() == lowered:
-            default = value
-    return default
+    return mapping[key] if key in mapping else folded(mapping).get(key.lower(), default)
+
+
+def folded(mapping: Mapping[str, object]) -> dict[str, object]:
+    """Return the values by their keys in lower case; of several, the last one counts."""
+    return {name.lower(): value for name, value in mapping.items()}
 
 
 def parse_environment(env: Mapping[str, str]) -> Request:
@@ -145,12 +144,11 @@ def parse_args(text: str) -> dict[str, str]:
     return {key: value for key, equals, value in pairs if key and equals}
 
 
-def parse_request(env: Mapping[str, str], stdin: bytes) -> Request:
-    """Check the whole call; the first check that fails raises its error.
+def complete(request: Request, stdin: bytes) -> Request:
+    """Complete what the environment has told by stdin; the first check that fails raises its error.
 
     Raises InvalidEnvironment, DecodingFailure, InvalidNetconf or IncompatibleVersion.
     """
-    request = parse_environment(env)
     request.config = decode(stdin)
     request.name = _network_name(request.config)
     if request.command not in VERBS:

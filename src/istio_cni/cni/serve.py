@@ -13,7 +13,7 @@ chain.
 from __future__ import annotations
 
 from istio_cni.cni.document import render
-from istio_cni.cni.request import parse_environment, parse_request, request_version
+from istio_cni.cni.request import complete, parse_environment, request_version
 from istio_cni.constants import NEWEST_VERSION, STDIN_MAX_BYTES, SUPPORTED_VERSIONS
 from istio_cni.errors import InternalError, IOFailure, IstioCNIError
 
@@ -54,9 +54,9 @@ def serve(
         return 0 if write(stdout, answer_version()) else 1
     stdin, status = b"", 0
     try:
-        parse_environment(env)  # what is wrong there is said without waiting for stdin
+        request = parse_environment(env)  # what is wrong there is said without waiting for stdin
         stdin = _read(read_stdin)
-        answer = _run(parse_request(env, stdin), verbs, report)
+        answer = _run(complete(request, stdin), verbs, report)
         text = "" if answer is None else render(answer)
     except Exception as error:  # the one place where a failure becomes the runtime's
         known = _reported(error, command, env.get("CNI_CONTAINERID", ""), report)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-from istio_cni.cni.request import lookup
+from istio_cni.cni.request import folded
 from istio_cni.constants import RUN_DIR
 from istio_cni.errors import InvalidNetconf, quoted
 
@@ -34,10 +34,10 @@ POD_SOURCES = f'"{KUBERNETES}" or "{MANIFESTS}<directory>"'
 class _Reader:
     """Reads keys by their type; what is refused goes into `problems` and the default comes back."""
 
-    __slots__ = ("_config", "problems")
+    __slots__ = ("_values", "problems")
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        self._config = config
+        self._values = {**folded(config), **config}  # spelled exactly, else in any case
         self.problems: list[InvalidNetconf] = []
 
     def refuse(self, key: str, value: object, allowed: str) -> None:
@@ -46,7 +46,7 @@ class _Reader:
 
     def text(self, key: str, default: str = "") -> str:
         """Read a string."""
-        value = lookup(self._config, key)
+        value = self._values.get(key)
         if value is None or isinstance(value, str):
             return default if value is None else value
         self.refuse(key, value, "a string")
@@ -70,14 +70,14 @@ class _Reader:
 
     def flag(self, key: str) -> bool:
         """Read a boolean, false by default."""
-        value = lookup(self._config, key)
+        value = self._values.get(key)
         if value is not None and not isinstance(value, bool):
             self.refuse(key, value, "true or false")
         return value is True
 
     def texts(self, key: str) -> frozenset[str]:
         """Read a list of strings, empty by default."""
-        value = lookup(self._config, key)
+        value = self._values.get(key)
         items = [] if value is None else value
         if isinstance(items, list) and all(isinstance(item, str) for item in items):
             return frozenset(items)

@@ -8,10 +8,10 @@ import pytest
 
 from istio_cni.cni.request import (
     Request,
+    complete,
     lookup,
     parse_args,
     parse_environment,
-    parse_request,
     request_version,
     valid_attachments,
 )
@@ -44,6 +44,11 @@ def environment(command: str, **changes: str | None) -> dict[str, str]:
 def netconf(**keys: object) -> bytes:
     """Write a configuration for stdin."""
     return json.dumps({"cniVersion": "1.1.0", "name": "k8s-pod-network", **keys}).encode()
+
+
+def parse_request(env: dict[str, str], stdin: bytes) -> Request:
+    """Read a whole call."""
+    return complete(parse_environment(env), stdin)
 
 
 def refused(env: dict[str, str], stdin: bytes) -> IstioCNIError:
