@@ -25,7 +25,8 @@ SIDECAR = "sidecar.istio.io/"
 REROUTE = "istio.io/reroute-virtual-interfaces"
 KUBEVIRT = f"{TRAFFIC}kubevirtInterfaces"
 EXCLUDE_INBOUND = f"{TRAFFIC}excludeInboundPorts"
-TEXTS_KEPT, TEXT_KEPT_MAX = 512, 256  # values of annotations, parsed; characters of one
+SWITCHES = ("ISTIO_META_DNS_CAPTURE", "ISTIO_DUAL_STACK", "INVALID_DROP")  # of the proxy
+KEPT, TEXT_KEPT_MAX = 128, 256  # configurations; characters of each text that led to one
 UNKNOWN_MAX = 5  # unknown annotations that are named; the rest is counted
 
 
@@ -83,6 +84,31 @@ OTHER_KNOWN = frozenset(
 _KNOWN = OTHER_KNOWN | {row.name for row in ANNOTATIONS} | {KUBEVIRT}
 
 
+class _Said(NamedTuple):
+    """All that a configuration depends on: what the pod says, and what the operator.
+
+    `annotations` are text and name of each row's; `switches` the values of `SWITCHES`, False for a
+    variable that is not there.
+    """
+
+    annotations: tuple[tuple[str, str], ...]
+    switches: tuple[str | bool | None, ...]
+    uid: int | None
+    gid: int | None
+    backend: str
+    iptables_variant: str
+    owner_groups: str
+    owner_groups_excluded: str
+    loopback: str
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the pod says so little that it may be kept."""
+        texts = [text for text, _ in self.annotations]
+        texts += [switch for switch in self.switches if isinstance(switch, str)]
+        return max(map(len, texts)) <= TEXT_KEPT_MAX
+
+
 def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]]:
     """Return a pod's configuration and what its author should be told.
 
@@ -90,28 +116,40 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
     for the first annotation, in the reference's order, that is not allowed.
     """
     warnings = _unknown(pod, strict=netconf.strict_annotations)
-    fields = {row.field: _read(row, pod) for row in ANNOTATIONS}
+    environment = pod.proxy.env if pod.proxy else {}
+    said = _Said(
+        tuple(_value(row, pod) for row in ANNOTATIONS),
+        tuple(environment.get(name, False) for name in SWITCHES),
+        pod.proxy.uid if pod.proxy else None,
+        pod.proxy.gid if pod.proxy else None,
+        netconf.backend,
+        netconf.iptables_variant,
+        netconf.outbound_owner_groups,
+        netconf.outbound_owner_groups_exclude,
+        netconf.host_ipv4_loopback_cidr,
+    )
+    config, more = (_kept if said.is_short else _configured)(said)
+    return config, [*warnings, *more]
+
+
+def _configured(said: _Said) -> tuple[CaptureConfig, tuple[str, ...]]:
+    """Read what was said; return the configuration and what is wrong without being refused."""
+    rows = zip(ANNOTATIONS, said.annotations, strict=True)
     config = CaptureConfig(
-        proxy_uids=(_id(pod.proxy.uid if pod.proxy else None, "runAsUser"),),
-        proxy_gids=(_id(pod.proxy.gid if pod.proxy else None, "runAsGroup"),),
-        backend=netconf.backend,
-        iptables_variant=netconf.iptables_variant,
-    )._replace(**fields)  # type: ignore[arg-type] # each row's parser fits its field
-    config = _with_status_ports(config)
-    if config.inbound_ports != ALL and pod.annotations.get(EXCLUDE_INBOUND):
+        proxy_uids=(_id(said.uid, "runAsUser"),),
+        proxy_gids=(_id(said.gid, "runAsGroup"),),
+        backend=said.backend,
+        iptables_variant=said.iptables_variant,
+    )._replace(**{row.field: row.parse(*text) for row, text in rows})  # type: ignore[arg-type] # each row's parser fits its field
+    warnings = []
+    if config.inbound_ports != ALL and config.inbound_ports_excluded:
         warnings.append(f"{EXCLUDE_INBOUND} has no effect: only listed inbound ports are captured")
-    return _with_environment(_with_netconf(config, netconf), pod, warnings), warnings
+    config = _with_operators(_with_status_ports(config), said)
+    return _with_switches(config, said.switches, warnings), tuple(warnings)
 
 
-def _read(row: Annotation, pod: Pod) -> object:
-    text, where = _value(row, pod)
-    return row.parse(text, where) if len(text) > TEXT_KEPT_MAX else _kept(row.parse, text, where)
-
-
-@lru_cache(maxsize=TEXTS_KEPT)
-def _kept(parse: Callable[[str, str], object], text: str, where: str) -> object:
-    """Parse each text once: most pods of a node say the same."""
-    return parse(text, where)
+_kept = lru_cache(maxsize=KEPT)(_configured)
+"""The same once each: most pods of a node say the same."""
 
 
 def _value(row: Annotation, pod: Pod) -> tuple[str, str]:
@@ -138,18 +176,17 @@ def _id(number: int | None, where: str) -> str:
     return str(number)
 
 
-def _with_netconf(config: CaptureConfig, netconf: Netconf) -> CaptureConfig:
+def _with_operators(config: CaptureConfig, said: _Said) -> CaptureConfig:
     """Add what the node's operator says; group names mean nothing in a pod, so ids only.
 
     Raises InvalidNetconf: it is not the pod's author who has to mend it.
     """
     include, exclude = "outbound_owner_groups", "outbound_owner_groups_exclude"
-    loopback = netconf.host_ipv4_loopback_cidr
     try:
-        groups = grammar.parse_group_selection(netconf.outbound_owner_groups, include)
-        excluded = grammar.parse_owners(netconf.outbound_owner_groups_exclude, exclude)
-        if loopback:
-            cidr = grammar.parse_loopback(loopback, "host_ipv4_loopback_cidr")
+        groups = grammar.parse_group_selection(said.owner_groups, include)
+        excluded = grammar.parse_owners(said.owner_groups_excluded, exclude)
+        if said.loopback:
+            cidr = grammar.parse_loopback(said.loopback, "host_ipv4_loopback_cidr")
             config = config._replace(loopback_v4=cidr)
     except InvalidParameter as error:
         raise InvalidNetconf(f"network configuration, {error.msg}") from error
@@ -160,22 +197,21 @@ def _with_netconf(config: CaptureConfig, netconf: Netconf) -> CaptureConfig:
     return config._replace(owner_groups=groups, owner_groups_excluded=excluded)
 
 
-def _with_environment(config: CaptureConfig, pod: Pod, warnings: list[str]) -> CaptureConfig:
-    dns = _switch(pod, "ISTIO_META_DNS_CAPTURE", warnings)
+def _with_switches(
+    config: CaptureConfig, switches: tuple[str | bool | None, ...], warnings: list[str]
+) -> CaptureConfig:
+    dns, dual_stack, drop_invalid = (
+        _switch(name, text, warnings) for name, text in zip(SWITCHES, switches, strict=True)
+    )
     return config._replace(
-        redirect_dns=dns,
-        capture_all_dns=dns,
-        dual_stack=_switch(pod, "ISTIO_DUAL_STACK", warnings),
-        drop_invalid=_switch(pod, "INVALID_DROP", warnings),
+        redirect_dns=dns, capture_all_dns=dns, dual_stack=dual_stack, drop_invalid=drop_invalid
     )
 
 
-def _switch(pod: Pod, name: str, warnings: list[str]) -> bool:
+def _switch(name: str, text: str | bool | None, warnings: list[str]) -> bool:
     """Read a boolean of the proxy's environment; what cannot be read is off, and reported."""
-    environment = pod.proxy.env if pod.proxy else {}
-    if name not in environment:
-        return False
-    text = environment[name]
+    if isinstance(text, bool):
+        return text
     if text is None:
         warnings.append(f"{name} of the proxy comes from a reference and is not readable: off")
         return False
