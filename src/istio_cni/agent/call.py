@@ -32,9 +32,10 @@ from istio_cni.plugin.verbs import Verbs
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from istio_cni.cni.request import Request
+    from istio_cni.plugin.pod import Pod
     from istio_cni.plugin.work import Task
 
-    Cached = Callable[[str, str, str], dict[str, object] | None]
+    Cached = Callable[[str, str, str], Pod | None]
     Namespace = tuple[int, int]
 
 LOG = logging.getLogger("cni-agent")
@@ -129,7 +130,7 @@ class Serving(Host):
         """Hand out the caller's descriptor; its path may lead elsewhere here, or nowhere."""
         return os.dup(self._netns) if isinstance(self._netns, int) else self._netns
 
-    def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> dict[str, object]:
+    def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> Pod:
         """Take the pod from the cache, else ask for it."""
         if not netconf.manifests:
             name, uid = request.pod_name, request.pod_uid
@@ -168,7 +169,7 @@ class Serving(Host):
 
     def confirm(self) -> None:
         """Raise GivenUp once the caller has gone, or is about to."""
-        callers.confirm(self._caller.fileno(), self._deadline)
+        callers.confirm(self._deadline, self._caller.fileno())
 
 
 def answer(node: Node, caller: Caller, turn: Turn) -> None:

@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from istio_cni.agent.trim import JSON, Key, Strings, key, trim
+from istio_cni.agent.trim import Known, Strings, trim
 from istio_cni.edge.kube.stream import Event, Expired, Garbled, ServerTrouble, Silent, Unauthorized
 from istio_cni.edge.kube.watch import NodePods
 from istio_cni.errors import InternalError, IstioCNIError
-from istio_cni.plugin.identity import is_same_pod
+from istio_cni.plugin.pod import Pod
 
+Name = tuple[str, str]  # namespace and name
 LOG = logging.getLogger("cni-agent")
 RETRY_AFTER_MAX_S = 120.0  # a server that names more is not taken at its word
 STOP_S = 2.0
@@ -59,19 +60,19 @@ class PodCache:
         self._pauses = Pauses(self._pace, random.SystemRandom().random)
         self._strings = Strings()
         self._lock = threading.Lock()
-        self._pods: dict[Key, JSON] = {}
+        self._pods: dict[Name, Known] = {}
         self._version = ""  # of the last event; "" before a list
         self._heard_at = -math.inf
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pods", daemon=True)
 
-    def find(self, namespace: str, name: str, uid: str) -> JSON | None:
-        """Return the trimmed object of the pod that the runtime knows by `uid`, if it is here."""
+    def find(self, namespace: str, name: str, uid: str) -> Pod | None:
+        """Return the pod that the runtime knows by `uid`, if it is here."""
         if not uid:
             return None
         with self._lock:
-            pod = self._pods.get((namespace, name))
-        return pod if pod is not None and is_same_pod(pod, uid) else None
+            known = self._pods.get((namespace, name))
+        return known.pod if known is not None and uid in known.uids else None
 
     @property
     def size(self) -> int:
@@ -131,7 +132,7 @@ class PodCache:
     def _list(self) -> None:
         """Put a list in place of what was cached."""
         version, pods = self._source.list_pods(lambda pod: trim(pod, self._strings))
-        listed = {key(pod): pod for pod in pods}
+        listed = {_name(known.pod): known for known in pods}
         with self._lock:
             self._pods = listed
         self._version = version
@@ -156,12 +157,12 @@ class PodCache:
     def _apply(self, event: Event) -> None:
         """Take over one event; done twice, it changes nothing."""
         if event.kind in ("ADDED", "MODIFIED"):
-            pod = trim(event.pod, self._strings)
+            known = trim(event.pod, self._strings)
             with self._lock:
-                self._pods[key(pod)] = pod
+                self._pods[_name(known.pod)] = known
         elif event.kind == "DELETED":
             with self._lock:
-                self._pods.pop(key(event.pod), None)
+                self._pods.pop(_name(Pod(event.pod)), None)
         self._version = event.version
 
     def _well(self) -> None:
@@ -177,6 +178,10 @@ class PodCache:
             LOG.debug("%s", error.details)
         if pause_s:
             self.trouble = error.msg
+
+
+def _name(pod: Pod) -> Name:
+    return pod.namespace, pod.name
 
 
 class Pauses:

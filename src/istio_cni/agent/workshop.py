@@ -289,7 +289,7 @@ def _take_tasks(tasks: socket.socket, memory: _Memory, place: int, *, is_extra: 
 
     One that is extra takes one task, if there is any.
     """
-    room = bytearray(TASK_MAX_BYTES)
+    room, home = bytearray(TASK_MAX_BYTES), namespaces.open_home()
     poll = select.poll()
     poll.register(tasks, select.POLLIN)
     for _ in range(1 if is_extra else TASKS_MAX):
@@ -302,20 +302,19 @@ def _take_tasks(tasks: socket.socket, memory: _Memory, place: int, *, is_extra: 
         number, task = pickle.loads(message)  # noqa: S301 – the agent's, whose fork this is
         memory.until[place] = task.deadline
         memory.taken[number] = 1  # from now on something may be touched
-        if not (callers.has_left(descriptors[0]) or _do(task, *descriptors)):
+        if not (callers.has_left(descriptors[0]) or _do(task, home, *descriptors)):
             return
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _do(task: Task, answer: int, netns: int, caller: int) -> bool:
+def _do(task: Task, home: int, answer: int, netns: int, caller: int) -> bool:
     """Do a task and answer; False if this process must do no other one."""
 
     def confirm() -> None:
-        callers.confirm(caller, task.deadline)
-        callers.confirm(answer, task.deadline)  # the agent may have given it up
+        callers.confirm(task.deadline, caller, answer)  # the agent may have given it up
 
     def inside(inside: Inside) -> object:
         return work.run(task, inside, confirm, prove=False)
 
-    return namespaces.visit_and_report(inside, netns, answer)
+    return namespaces.visit_and_report(inside, netns, answer, home)

@@ -115,18 +115,19 @@ def peer_uid(connection: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(raw)[1])
 
 
-def confirm(connection: int, deadline: float) -> None:
-    """Raise GivenUp once the other end of a connection is closed, or a deadline has passed."""
+def confirm(deadline: float, *connections: int) -> None:
+    """Raise GivenUp once the other end of any connection is closed, or a deadline has passed."""
     if time.monotonic() >= deadline:
         raise GivenUp("the caller stops waiting; nothing is changed any more")
-    if has_left(connection):
+    if has_left(*connections):
         raise GivenUp("the caller has gone; nothing is changed any more")
 
 
-def has_left(connection: int) -> bool:
-    """Tell whether the other end of a connection is closed."""
+def has_left(*connections: int) -> bool:
+    """Tell whether the other end of any connection is closed."""
     poll = select.poll()
-    poll.register(connection, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
+    for each in connections:
+        poll.register(each, select.POLLHUP | select.POLLRDHUP | select.POLLERR)
     return bool(poll.poll(0))
 
 

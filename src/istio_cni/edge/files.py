@@ -154,10 +154,13 @@ def read_whole(path: str, *, limit: int = READ_MAX_BYTES, follow: bool = False) 
         raise IOFailure(f"cannot read {quoted(path)}: {error.strerror}") from error
 
 
-def list_names(directory: str) -> list[str]:
-    """Return the names in a directory, sorted; none if it does not exist. Raises IOFailure."""
+def list_names(directory: str, prefix: str = "") -> list[str]:
+    """Return the names in a directory that begin so, sorted; none if it does not exist.
+
+    Raises IOFailure.
+    """
     try:
-        return sorted(os.listdir(directory))
+        return sorted(name for name in os.listdir(directory) if name.startswith(prefix))
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -121,7 +121,8 @@ class Attachments:
             self._make_directory()
             content = json.dumps(document).encode()
             if attachment.settings or not files.create(path, content):
-                files.write_whole(path, content, flush=False)  # a crash takes the namespace with it
+                # ours alone; and a crash of the machine takes the namespace with it
+                files.write_whole(path, content, keep=False, flush=False)
         except IOFailure as error:
             self._tell(error)
 
@@ -186,11 +187,10 @@ class Attachments:
 
     def _names(self, prefix: str) -> list[str]:
         try:
-            names = files.list_names(self.directory)
+            return files.list_names(self.directory, prefix)
         except IOFailure as error:
             self._tell(error)
             return []
-        return [name for name in names if name.startswith(prefix)]
 
     def _load(self, name: str) -> Attachment | None:
         import json  # captured pods only

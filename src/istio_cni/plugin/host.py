@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from istio_cni.cni.request import Request
     from istio_cni.plugin.log import Log
     from istio_cni.plugin.netconf import Netconf
+    from istio_cni.plugin.pod import Pod
     from istio_cni.plugin.work import Task
 
 LOOK_UP, DECIDE, PROGRAM = "lookup", "decide", "program"
@@ -56,9 +57,11 @@ class Host:
         """Open the request's network namespace, or say why it cannot be; the caller closes it."""
         return proc.pin(request.netns)
 
-    def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> dict[str, object]:
-        """Return the object of the request's pod; see `source.find_pod`."""
-        return source.find_pod(request, netconf, deadline)
+    def find_pod(self, request: Request, netconf: Netconf, deadline: float) -> Pod:
+        """Return the request's pod; see `source.find_pod`."""
+        from istio_cni.plugin.pod import Pod  # pods that must be looked up only
+
+        return Pod(source.find_pod(request, netconf, deadline))
 
     def is_node_s(self, netns: int) -> bool:
         """Tell whether a namespace is the host's, whose traffic must never be captured."""

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 def is_same_pod(pod: Mapping[str, object], uid: str) -> bool:
     """Whether `pod`, as the API server has it, is of the runtime's uid; "" matches any."""
-    return not uid or uid in _uids(pod)
+    return not uid or uid in uids(pod)
 
 
 def is_same_manifest(pod: Mapping[str, object], uid: str) -> bool:
     """Like `is_same_pod`, for a manifest that a person wrote: one without any uid is accepted."""
-    return not _uids(pod) or is_same_pod(pod, uid)
+    return not uids(pod) or is_same_pod(pod, uid)
 
 
-def _uids(pod: Mapping[str, object]) -> tuple[object, ...]:
+def uids(pod: Mapping[str, object]) -> tuple[object, ...]:
     """Return the uids under which `pod` may be known; none without usable metadata."""
     metadata = pod.get("metadata")
     if not isinstance(metadata, dict):

@@ -203,10 +203,8 @@ class Verbs:
             )
 
     def _look_up(self, request: Request, netconf: Netconf, limit: float) -> Pod:
-        from istio_cni.plugin.pod import Pod  # pods that must be looked up only
-
         self._host.enter(LOOK_UP)
-        pod = Pod(self._host.find_pod(request, netconf, limit))
+        pod = self._host.find_pod(request, netconf, limit)
         self._host.enter(DECIDE)
         if self._log.wants("debug"):
             self._log.debug(

@@ -80,8 +80,9 @@ def test_the_nodes_own_pods_are_listed_and_watched(server: FakeWatchServer, star
     server.put(pod("shop", "a", "uid-a", _inject="false"))
     server.delete("shop", "b")
     until(lambda: has(cache, "e") and not has(cache, "b"))
-    found: Any = cache.find("shop", "a", "uid-a")
-    assert found["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    found = cache.find("shop", "a", "uid-a")
+    assert found is not None
+    assert found.annotations == {"sidecar.istio.io/inject": "false"}
     assert cache.size == 3
     assert lists(server) == 1
     assert watches(server) == ["104"]

@@ -14,8 +14,8 @@ import pytest
 from fake_apiserver import Reply
 from fake_watch import NODE, FakeWatchServer, Order, pod, until
 from istio_cni.agent.pods import Pace, PodCache
-from istio_cni.agent.trim import trim
 from istio_cni.edge.kube.watch import NodePods, Patience
+from istio_cni.plugin.pod import Pod
 
 STEPS, SETTLE_EVERY = 250, 12
 PATIENCE = Patience(connect_s=0.5, answer_s=0.1, list_s=0.3, idle_s=0.1, watch_s=60.0)
@@ -84,9 +84,14 @@ def agrees(cache: PodCache, server: FakeWatchServer) -> bool:
     """Whether the cache has the pods of its node, as they are, and no other one."""
     pods = server.of(NODE)
     return cache.size == len(pods) and all(
-        cache.find(namespace, name, about["metadata"]["uid"]) == trim(about, str)  # type: ignore[index] # a pod's
+        shown(cache.find(namespace, name, about["metadata"]["uid"])) == shown(Pod(about))  # type: ignore[index] # a pod's
         for (namespace, name), about in pods.items()
     )
+
+
+def shown(pod: Pod | None) -> dict[str, object]:
+    """Return all that is known of a pod; the server's have no proxy."""
+    return {name: getattr(pod, name) for name in Pod.__slots__} if pod is not None else {}
 
 
 @pytest.mark.parametrize("seed", range(5))

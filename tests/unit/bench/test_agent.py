@@ -12,7 +12,6 @@ from bench import agent, burst, objects
 from bench.process import BenchFailed
 from bench.way import configuration, environment
 
-from istio_cni.agent.trim import Strings, trim
 from istio_cni.plugin.pod import Pod
 from istio_cni.plugin.select import after_look_up
 
@@ -43,9 +42,7 @@ def test_a_full_node_has_pods_of_the_size_of_real_ones() -> None:
     assert (len(pods), len(names)) == (110, 110)
     assert min(sizes) >= 10_000
     assert 30_000 < max(sizes) < 36_000
-    outside = [
-        number for number, pod in enumerate(pods) if after_look_up(Pod(trim(pod, Strings())))
-    ]
+    outside = [number for number, pod in enumerate(pods) if after_look_up(Pod(pod))]
     assert outside == [objects.PLAIN]
 
 

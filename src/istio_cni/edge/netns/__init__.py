@@ -14,7 +14,7 @@ from istio_cni.edge.netns.child import (
     run_inside,
     visit_and_report,
 )
-from istio_cni.edge.netns.entry import die_with_parent, leave, visiting
+from istio_cni.edge.netns.entry import die_with_parent, leave, open_home, visiting
 from istio_cni.edge.netns.namespace import (
     hold_apply_lock,
     identity,
@@ -37,6 +37,7 @@ __all__ = [
     "is_here_foreign",
     "is_netns",
     "leave",
+    "open_home",
     "open_netns",
     "outcome",
     "run_inside",

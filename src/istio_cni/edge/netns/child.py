@@ -101,26 +101,25 @@ def run_inside(
     return outcome(messages, deadline, log)
 
 
-def visit_and_report(work: Callable[[Inside], object], netns: int, send: int) -> bool:
+def visit_and_report(work: Callable[[Inside], object], netns: int, send: int, home: int) -> bool:
     """Do the same in this process, which is in a shared sandbox, and report to `send`.
 
-    False if it is in another namespace or a sandbox of its own by now, and must do no more.
+    False if it is not at `home` any more, or in a sandbox of its own, and must do no more.
     """
-    home = namespace.here()
     is_foreign = namespace.is_foreign(netns)
     sandbox: list[Inside] = []
 
     def live(log: Log) -> object:
         sandbox.append(Inside(log, sandboxed=True, shared=True))
         if not is_foreign:
-            with entry.visiting(netns):
+            with entry.visiting(netns, home):
                 return work(sandbox[0])
         entry.enter(netns)
         _die_with_reader_of(send)
         return work(sandbox[0])
 
     report(send, live)
-    return sandbox[0].is_shared and namespace.here() == home
+    return sandbox[0].is_shared and namespace.here() == namespace.identity(home)
 
 
 def fork(live: Callable[[], None], *keep: int) -> int:

@@ -137,16 +137,14 @@ def leave() -> None:
 
 
 @contextmanager
-def visiting(netns: int) -> Iterator[None]:
+def visiting(netns: int, home: int | None = None) -> Iterator[None]:
     """Have the calling thread in a network namespace, and back home after the block.
 
-    For what opens sockets and starts no program. A thread that cannot get home must end: it would
-    work for the next pod in the wrong namespace.
+    `home` is a descriptor of where it is now; without it, one is opened. For what opens sockets and
+    starts no program. A thread that cannot get home must end: it would work for the next pod in the
+    wrong namespace.
     """
-    try:
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise InvalidNetns(f"no way back from another namespace: {error.strerror}") from error
+    back = open_home() if home is None else home
     try:
         try:
             _set_netns(netns)
@@ -156,11 +154,20 @@ def visiting(netns: int) -> Iterator[None]:
             yield
         finally:
             try:
-                _set_netns(home)
+                _set_netns(back)
             except OSError as error:
                 raise Stranded(f"cannot leave the network namespace: {error.strerror}") from error
     finally:
-        os.close(home)
+        if home is None:
+            os.close(back)
+
+
+def open_home() -> int:
+    """Open the calling thread's network namespace; the caller closes it. Raises InvalidNetns."""
+    try:
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise InvalidNetns(f"no way back from another namespace: {error.strerror}") from error
 
 
 def _set_netns(netns: int) -> None:
