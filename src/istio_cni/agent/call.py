@@ -164,8 +164,8 @@ class Serving(Host):
             self.decline(error.msg)
 
     def _in_workshop(self, task: Task, netns: int) -> object:
-        with self._turn.let_go():
-            return self._node.workshop.run(task, netns, self._caller.fileno(), self.log.write)
+        caller, log = self._caller.fileno(), self.log.write
+        return self._node.workshop.run(task, netns, caller, log, waiting=self._turn.let_go)
 
     def confirm(self) -> None:
         """Raise GivenUp once the caller has gone, or is about to."""

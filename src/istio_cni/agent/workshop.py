@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 from istio_cni.agent.memory import look_seldom
 from istio_cni.edge import callers, netfilter, proc
@@ -107,42 +107,58 @@ class Workshop:
         return self._is_open and _WAITS in self._memory.until.tolist()
 
     def run(
-        self, task: Task, netns: int, caller: int, log: Log, *, take_s: float = TAKE_S
+        self,
+        task: Task,
+        netns: int,
+        caller: int,
+        log: Log,
+        *,
+        take_s: float = TAKE_S,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> object:
         """Have a task done in a namespace, and return its result; its errors are raised here.
 
-        `caller` is the connection of whoever asked. Raises WorkshopClosed if nobody has begun with
-        it within `take_s`, nor will.
+        `caller` is the connection of whoever asked; this waits within `waiting()`. Raises
+        WorkshopClosed if nobody has begun with it within `take_s`, nor will.
         """
         if not self.is_free:
             self._hand_over(self._orders, _MORE)
         number = self._numbers.popleft()
         try:
-            messages = self._have_done(task, number, (netns, caller), take_s)
+            receive = self._put_out(task, number, netns, caller)
+            with receive, waiting():
+                messages = self._answers(receive, task, number, take_s)
             if not (messages or self._memory.taken[number]):
                 raise WorkshopClosed("nobody takes the task")
         finally:
             self._numbers.append(number)
         return namespaces.outcome(messages, task.deadline, log)
 
-    def _have_done(
-        self, task: Task, number: int, descriptors: tuple[int, int], take_s: float
+    def _put_out(self, task: Task, number: int, *descriptors: int) -> socket.socket:
+        """Give a task to whoever takes it; return where it is answered."""
+        receive, send = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._memory.taken[number] = 0
+            with send:
+                what = pickle.dumps((number, task))
+                self._hand_over(self._tasks, what, send.fileno(), *descriptors)
+        except BaseException:
+            receive.close()
+            raise
+        return receive
+
+    def _answers(
+        self, receive: socket.socket, task: Task, number: int, take_s: float
     ) -> list[dict[str, object]]:
         """Return what is told of a task; nothing if nobody takes it in time.
 
         Whoever takes it later sees that nobody waits for the answer any more.
         """
-        receive, send = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with receive:
-            self._memory.taken[number] = 0
-            with send:
-                what = pickle.dumps((number, task))
-                self._hand_over(self._tasks, what, send.fileno(), *descriptors)
-            poll = select.poll()
-            poll.register(receive, select.POLLIN)
-            if not (poll.poll(take_s * 1000) or self._memory.taken[number]):
-                return []
-            return namespaces.collect(receive.fileno(), task.deadline)
+        poll = select.poll()
+        poll.register(receive, select.POLLIN)
+        if not (poll.poll(take_s * 1000) or self._memory.taken[number]):
+            return []
+        return namespaces.collect(receive.fileno(), task.deadline)
 
     def begin(self, mounts: int | None) -> None:
         """Begin; `mounts` is a descriptor of the node's mount namespace, None where that is ours.

@@ -49,7 +49,8 @@ def decode(text: bytes, where: str = "stdin") -> JSON:
         raise DecodingFailure(f"{where} is empty: a network configuration in JSON is expected")
     try:
         config = _parse(text.decode())
-        too_deep = _is_deeper(config, MAX_DEPTH)
+        may_be_deep = text.count(b"{") + text.count(b"[") > MAX_DEPTH
+        too_deep = may_be_deep and _is_deeper(config, MAX_DEPTH)
     except RecursionError:
         too_deep = True
     except ValueError as error:  # bytes that are no UTF-8 end here, too

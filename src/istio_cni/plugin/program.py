@@ -69,12 +69,11 @@ def _capture_recorded(
     record, former = _record(request, pod_uid, netns), None
     others: list[Attachment] = []
     if attachments is not None:
-        former = attachments.read(request.container_id, request.ifname)
-        others = [
-            other
-            for other in attachments.of_container(request.container_id)
-            if other.ifname != request.ifname and other.inode == record.inode and other.made_rules
-        ]
+        for other in attachments.of_container(request.container_id):
+            if other.ifname == request.ifname:
+                former = other
+            elif other.inode == record.inode and other.made_rules:
+                others.append(other)
         record.made_rules = not others
         attachments.write(record)
     try:
