@@ -160,6 +160,32 @@ def test_list_that_never_holds_still_is_an_error(netns: str) -> None:
         change_while_listing(netns, changes=1000)
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_list_after_an_interrupt_is_whole(netns: str, pieces: int) -> None:
+    """Whoever takes back what was begun may list on a socket whose last list was not read out."""
+    lines = (f"addr add 10.{n >> 8}.{n & 255}.1/32 dev lo" for n in range(1500))
+    inside(netns, ["ip", "-batch", "-"], stdin="\n".join(lines))
+
+    def listing() -> tuple[Address, ...]:
+        receive, left = socket.socket.recvfrom, pieces
+
+        def interrupted(this: socket.socket, size: int, how: int) -> tuple[bytes, tuple[int, int]]:
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            return receive(this, size, how)
+
+        with Route() as route:
+            socket.socket.recvfrom = interrupted  # type: ignore[method-assign, assignment]
+            with pytest.raises(KeyboardInterrupt):
+                route.addresses()
+            socket.socket.recvfrom = receive  # type: ignore[method-assign]
+            return route.addresses()
+
+    assert len(set(call_inside(netns, listing))) == 1500 + 2
+
+
 @pytest.mark.parametrize(
     ("family", "address", "length"), [(6, "::6", 128), (4, "127.0.0.6", 32), (4, "10.0.0.6", 24)]
 )

@@ -3,8 +3,8 @@
 A pod's object takes 10 to 30 kB, most of it status, volumes and who last wrote which field. What
 `Pod` holds of it is a tenth of that, and the same strings in most pods of a node. Annotations are
 the one place where less is kept: those under other prefixes than ours do not count in any decision.
-So the plugin's debug line, which names a pod's annotations, names those that
-are kept where the pod came from the cache.
+So the plugin's debug line, which names a pod's annotations, names only these where the pod came
+from the cache.
 """
 
 from __future__ import annotations

@@ -135,12 +135,13 @@ def capture_config(pod: Pod, netconf: Netconf) -> tuple[CaptureConfig, list[str]
 def _configured(said: _Said) -> tuple[CaptureConfig, tuple[str, ...]]:
     """Read what was said; return the configuration and what is wrong without being refused."""
     rows = zip(ANNOTATIONS, said.annotations, strict=True)
+    fields = {row.field: row.parse(*text) for row, text in rows}
     config = CaptureConfig(
         proxy_uids=(_id(said.uid, "runAsUser"),),
         proxy_gids=(_id(said.gid, "runAsGroup"),),
         backend=said.backend,
         iptables_variant=said.iptables_variant,
-    )._replace(**{row.field: row.parse(*text) for row, text in rows})  # type: ignore[arg-type] # each row's parser fits its field
+    )._replace(**fields)  # type: ignore[arg-type] # each row's parser fits its field
     warnings = []
     if config.inbound_ports != ALL and config.inbound_ports_excluded:
         warnings.append(f"{EXCLUDE_INBOUND} has no effect: only listed inbound ports are captured")

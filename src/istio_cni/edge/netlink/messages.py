@@ -8,6 +8,7 @@ Source: include/uapi/linux/netlink.h
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -96,7 +97,13 @@ class Netlink:
         for _ in range(DUMP_TRIES):
             self._sequence += 1
             self._send(doing, frame(kind, flags | _ACK, self._sequence, body))
-            replies, interrupted = self._replies(doing)
+            try:
+                replies, interrupted = self._replies(doing)
+            except Refused as refused:
+                if refused.errno != errno.EBUSY or flags & DUMP != DUMP:
+                    raise
+                self._read_out(doing)
+                continue
             if not interrupted:
                 return replies
         raise ProgrammingFailed(f"{doing}: the list changed each of {DUMP_TRIES} times it was read")
@@ -158,6 +165,15 @@ class Netlink:
                     _check(doing, kind, flags, payload)
                     return replies, interrupted
                 replies.append(payload)
+
+    def _read_out(self, doing: str) -> None:
+        """Take all that is there: the kernel writes one list at a time.
+
+        Whoever asked before may have been interrupted in the middle of it.
+        """
+        with suppress(BlockingIOError):
+            while True:
+                self._take(doing, socket.MSG_DONTWAIT)
 
     def _receive(self, doing: str) -> list[tuple[int, int, int, bytes]]:
         """Wait for one datagram and take it."""
