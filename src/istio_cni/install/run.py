@@ -51,21 +51,23 @@ class Installer:
         No part is begun before those that it needs are in place. Later on, trouble with one leaves
         the others be: an entry that is taken out while a token has ended still comes back.
         """
-        trouble = failed = ""
+        troubles, failed = [], ""
         for part in self._parts:
             problem, _ = _told(part.install())
-            if problem and not trouble:
-                trouble, failed = problem, type(part).__name__
-            if trouble and not self._installed:
+            if problem:
+                troubles.append(problem)
+                failed = failed or type(part).__name__
+            if troubles and not self._installed:
                 break
-        if trouble and trouble != self.missing:
-            LOG.warning("not in place: %s", trouble)
+        missing = "; ".join(troubles)
+        if missing and missing != self.missing:
+            LOG.warning("not in place: %s", missing)
             self._count(failed)
-        elif self.missing and not trouble:
+        elif self.missing and not missing:
             LOG.info("all is in place: pods of the mesh are captured from now on")
             self._count("")
-        self._installed = self._installed or not trouble
-        self.missing = trouble
+        self._installed = self._installed or not missing
+        self.missing = missing
 
     def remove(self, pause: Callable[[float], object]) -> None:
         """Take everything away, last part first; what cannot be is told.

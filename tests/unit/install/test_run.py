@@ -77,6 +77,15 @@ def test_once_installed_trouble_with_one_part_leaves_the_others_be(
     assert (done, installer.missing) == (["+ bundle", "+ conflist"], "the token has ended")
 
 
+def test_all_trouble_is_told_at_once(parts: list[Part]) -> None:
+    """Who mends one thing must not find the next one afterwards."""
+    installer = Installer(parts)
+    installer.look()
+    parts[0].failure, parts[1].failure = IOFailure("no bundle"), IOFailure("the token has ended")
+    installer.look()
+    assert installer.missing == "no bundle; the token has ended"
+
+
 def test_the_same_trouble_is_told_of_once(
     parts: list[Part], caplog: pytest.LogCaptureFixture
 ) -> None:
