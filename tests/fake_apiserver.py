@@ -229,6 +229,7 @@ class _Server(socketserver.ThreadingTCPServer):
         if self.owner.context is None:
             Exchange(request, client_address, self)
             return
+        request.getpeername()  # of a client that has reset, `wrap_socket` leaves the socket open
         with self.owner.context.wrap_socket(request, server_side=True) as secured:
             Exchange(secured, client_address, self)
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,6 @@ from istio_cni.capture.session import SETTLE_TRIES, Log, changing
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
-from istio_cni.edge.netlink import ruleset as ruleset_module
 from istio_cni.edge.netlink import tables as tables_module
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.rules import nfdump, nfnetlink
@@ -567,14 +567,89 @@ def test_hundreds_of_visits_leak_nothing(new_netns: Callable[[], str]) -> None:
     assert {listing(path) for path in (*paths, home)} == {""}
 
 
+# -- interrupts --------------------------------------------------------------------------------
+
+
+def interrupted(method: str, at: int, work: Callable[[], object], *, undone: bool = False) -> str:
+    """Do something whose socket call number `at` is interrupted; "" if it has fewer.
+
+    That is before the call where it is to stay undone, else after it.
+    """
+    real, left = getattr(socket.socket, method), at
+
+    def hooked(*arguments: Any) -> object:
+        nonlocal left
+        left -= 1
+        try:
+            return real(*arguments) if left != -1 or not undone else None
+        finally:
+            if left == -1:
+                raise KeyboardInterrupt
+
+    setattr(socket.socket, method, hooked)
+    try:
+        work()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(socket.socket, method, real)
+    return "" if left >= 0 else "nobody saw the interrupt"
+
+
+def interrupt_everywhere(method: str, undone: bool) -> dict[int, tuple[str, int]]:
+    """Interrupt a change of rules at each socket call; return what is odd, by the call's number."""
+    odd: dict[int, tuple[str, int]] = {}
+
+    def opened() -> int:
+        wait_until(lambda: resources()[1] == 1, "sockets are closed", 2)
+        return resources()[0]
+
+    for at in range(200):
+        program_here(WHOLE)
+        program_here(PLAIN)
+        before = opened()
+        outcome = interrupted(method, at, partial(program_here, WHOLE), undone=undone)
+        if not outcome:
+            return odd
+        more = opened() - before
+        present = [wanted for wanted in (PLAIN, WHOLE) if not difference_here(wanted)]
+        if more or not present or not outcome.startswith("KeyboardInterrupt"):
+            odd[at] = outcome, more
+    raise AssertionError("it has no end")
+
+
+@pytest.mark.parametrize("undone", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("method", ["recvfrom", "sendto"])
+def test_an_interrupt_at_any_moment_leaves_one_state_or_the_other(
+    netns: str, method: str, undone: bool
+) -> None:
+    """The socket that was interrupted is also the one that brings the former state back."""
+    assert call_inside(netns, interrupt_everywhere, method, undone) == {}
+
+
+def test_errors_that_nobody_read_are_not_the_next_batch_s(netns: str) -> None:
+    """An interrupt comes after a batch was refused, and before its errors are read."""
+    rule, _ = BAD["jump to a chain that is not there"]
+    bad, good = with_bad_rule(WHOLE, rule), compile_rules(WHOLE)
+
+    def commit() -> str:
+        with netlink.Ruleset() as kernel:
+            outcome = interrupted("sendto", 0, partial(kernel.commit, bad.fresh))
+            kernel.commit(good.fresh)
+        return outcome
+
+    assert call_inside(netns, commit).startswith("KeyboardInterrupt")
+    assert all(f"table inet {name} " in listing(netns) for name in good.names)
+
+
 # -- what is not there -------------------------------------------------------------------------
 
 
 def without(name: str, number: int) -> None:
     """Take nf_tables away from this process; for children only."""
-    setattr(tables_module, name, number)
-    if hasattr(ruleset_module, name):
-        setattr(ruleset_module, name, number)
+    for module in (tables_module, nfnetlink):
+        if hasattr(module, name):
+            setattr(module, name, number)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,12 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from istio_cni.agent import workshop
 from istio_cni.agent.workshop import HANDS
+from istio_cni.edge.netns.namespace import APPLY_LOCK
+from istio_cni.plugin.work import CLEAN_UP, Task
 from launcher_agent import LIMIT, REPLY
-from namespaces import inside
+from namespaces import call_inside, inside
 from netns.agents import (
     OWN_NETNS,
     Agent,
@@ -338,3 +343,43 @@ def test_the_back_end_is_found_however_long_a_start_takes(netns: str) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
     )
     assert done.stdout.strip().splitlines()[-1].startswith("iptables-"), done.stderr
+
+
+def test_what_was_given_up_is_not_done_later(netns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while whoever gave it up waits for its turn to say so."""
+    monkeypatch.setattr(workshop, "HANDS", 1)
+    monkeypatch.setattr(workshop, "HANDS_MAX", 1)
+
+    def give_up() -> str:
+        shop = workshop.Workshop()
+        shop.begin(None)
+        wait(lambda: shop.is_free, "its process waits")
+        task = Task(CLEAN_UP, netns, time.monotonic() + 10)
+        held, own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), os.open(netns, os.O_RDONLY)
+        held.bind(APPLY_LOCK)
+        caller, stays = socket.socketpair()
+
+        def run(**how: Any) -> object:
+            return shop.run(task, own, caller.fileno(), lambda *_: None, **how)
+
+        first = threading.Thread(target=run)
+        first.start()
+        wait(lambda: not shop.is_free, "its process is busy")
+
+        @contextmanager
+        def let_go() -> Iterator[None]:
+            yield
+            held.close()  # from now on it can take the next task
+            first.join()
+            wait(lambda: shop.is_free, "it has looked for one")
+
+        try:
+            run(waiting=let_go, take_s=0.05)
+        except workshop.WorkshopClosed as error:
+            return error.msg
+        finally:
+            stays.close()
+            shop.close()
+        return "it was done"
+
+    assert call_inside(netns, give_up) == "nobody takes the task"

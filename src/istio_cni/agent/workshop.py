@@ -126,9 +126,11 @@ class Workshop:
         number = self._numbers.popleft()
         try:
             receive = self._put_out(task, number, netns, caller)
-            with receive, waiting():
-                messages = self._answers(receive, task, number, take_s)
-            if not (messages or self._memory.taken[number]):
+            with waiting():
+                with receive:  # closed as soon as nobody waits: whoever takes it later sees that
+                    messages = self._answers(receive, task, number, take_s)
+                is_taken = bool(messages or self._memory.taken[number])
+            if not is_taken:
                 raise WorkshopClosed("nobody takes the task")
         finally:
             self._numbers.append(number)
@@ -150,10 +152,7 @@ class Workshop:
     def _answers(
         self, receive: socket.socket, task: Task, number: int, take_s: float
     ) -> list[dict[str, object]]:
-        """Return what is told of a task; nothing if nobody takes it in time.
-
-        Whoever takes it later sees that nobody waits for the answer any more.
-        """
+        """Return what is told of a task; nothing if nobody takes it in time."""
         poll = select.poll()
         poll.register(receive, select.POLLIN)
         if not (poll.poll(take_s * 1000) or self._memory.taken[number]):

@@ -18,7 +18,10 @@ from istio_cni.rules.sidecar import generate
 
 @once_each
 def compile_rules(config: CaptureConfig) -> Wanted:
-    """Turn a configuration into what the kernel is to hold. Raises InvalidParameter."""
+    """Turn a configuration into what the kernel is to hold. Raises InvalidParameter.
+
+    Names of owners, which pods cannot have, mean what they did when this process first asked.
+    """
     return nfnetlink.compiled(complete(generate(resolve_owners(config))))
 
 

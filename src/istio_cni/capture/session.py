@@ -62,8 +62,12 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+        if error is None:
+            return
+        try:
             self.revert(error)
+        finally:
+            self._take_down_guard()  # an interrupt may have come while that was done
 
     @property
     def kernel(self) -> netlink.Ruleset:
@@ -253,8 +257,8 @@ def alone(net: Netfilter) -> Iterator[Place]:
         kernel: netlink.Ruleset | None = None
         tables: tuple[netlink.Listed, ...] = ()
         with suppress(netlink.NoNftables):
-            kernel = stack.enter_context(netlink.Ruleset())
-            tables = kernel.tables()
+            ruleset = stack.enter_context(netlink.Ruleset())
+            tables, kernel = ruleset.tables(), ruleset
         yield Place(lock, kernel, tables)
 
 

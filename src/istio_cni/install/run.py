@@ -32,8 +32,8 @@ class Part(Protocol):
 class Installer:
     """The parts, in the order in which they are installed; the last one is the conflist.
 
-    `count` is told of each change: "" once all is in place, else the name of the part's class that
-    is not.
+    `count` is told of each change: "" once all is in place, the name of the part's class if one is
+    not any more, or for another reason.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Installer:
         self._parts = parts
         self._count = count
         self._installed = False
+        self._problems: dict[int, str] = {}  # by the part's number
         self.missing = "not looked yet"
         """What is not in place, "" once all is."""
 
@@ -51,23 +52,22 @@ class Installer:
         No part is begun before those that it needs are in place. Later on, trouble with one leaves
         the others be: an entry that is taken out while a token has ended still comes back.
         """
-        troubles, failed = [], ""
-        for part in self._parts:
+        problems: dict[int, str] = {}
+        for number, part in enumerate(self._parts):
             problem, _ = _told(part.install())
             if problem:
-                troubles.append(problem)
-                failed = failed or type(part).__name__
-            if troubles and not self._installed:
+                problems[number] = problem
+                if problem != self._problems.get(number):
+                    LOG.warning("not in place: %s", problem)
+                    self._count(type(part).__name__)
+            if problems and not self._installed:
                 break
-        missing = "; ".join(troubles)
-        if missing and missing != self.missing:
-            LOG.warning("not in place: %s", missing)
-            self._count(failed)
-        elif self.missing and not missing:
+        if self.missing and not problems:
             LOG.info("all is in place: pods of the mesh are captured from now on")
             self._count("")
-        self._installed = self._installed or not missing
-        self.missing = missing
+        self._installed = self._installed or not problems
+        self._problems = problems
+        self.missing = "; ".join(problems.values())
 
     def remove(self, pause: Callable[[float], object]) -> None:
         """Take everything away, last part first; what cannot be is told.

@@ -32,7 +32,10 @@ POD_SOURCES = f'"{KUBERNETES}" or "{MANIFESTS}<directory>"'
 
 
 class _Reader:
-    """Reads keys by their type; what is refused goes into `problems` and the default comes back."""
+    """Reads keys by their type; what is refused goes into `problems` and the default comes back.
+
+    Keys are asked for in lower case, as all of ours are, and found in any.
+    """
 
     __slots__ = ("_values", "problems")
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import struct
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 NEWTABLE, GETTABLE, DELTABLE = 0, 1, 2
 NEWCHAIN, GETCHAIN, DELCHAIN = 3, 4, 5
 NEWRULE, GETRULE = 6, 7
@@ -34,6 +38,13 @@ _PADDING = (b"", b"\0\0\0", b"\0\0", b"\0")
 def frame(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
     """Pack one message, a request to the kernel."""
     return HEADER.pack(HEADER.size + len(body), kind, flags | REQUEST, sequence, 0) + body
+
+
+def frames(messages: Iterable[tuple[int, int, bytes]]) -> bytes:
+    """Pack the messages of a batch, type, flags and body each, numbered by place from 1 on."""
+    return b"".join(
+        frame(kind, flags, at, body) for at, (kind, flags, body) in enumerate(messages, 1)
+    )
 
 
 def attribute(kind: int, payload: bytes) -> bytes:

@@ -42,7 +42,7 @@ from istio_cni.rules.netlink import (
     NEWTABLE,
     NF_TABLES,
     attribute,
-    frame,
+    frames,
     nested,
     pack_comment,
     string,
@@ -92,10 +92,7 @@ class Batch(tuple[Message, ...]):
     def packed(self) -> bytes:
         """All of them as they are sent, each numbered by its place, from 1 on."""
         operation, header = NF_TABLES << 8, HEADERS[NFT_FAMILY]
-        return b"".join(
-            frame(operation | one.kind, one.flags, place, header + one.body)
-            for place, one in enumerate(self, 1)
-        )
+        return frames((operation | one.kind, one.flags, header + one.body) for one in self)
 
     @property
     def deletes(self) -> bool:

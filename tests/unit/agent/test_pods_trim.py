@@ -10,7 +10,7 @@ import pytest
 from istio_cni import constants
 from istio_cni.agent.trim import Strings, trim
 from istio_cni.errors import IstioCNIError
-from istio_cni.plugin import annotations, identity, select
+from istio_cni.plugin import annotations, select
 from istio_cni.plugin.netconf import Netconf
 from istio_cni.plugin.pod import Pod
 
@@ -124,15 +124,13 @@ def test_a_trimmed_pod_says_the_same(seed: int) -> None:
     assert len(decided) > 5
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_trimmed_pod_is_the_same_pod(seed: int) -> None:
-    """Its own uid and the kubelet's for a static pod, or none of them."""
-    draw = Draw(seed)
-    for _ in range(COUNT):
-        document = draw.pod()
-        uids = trim(document, Strings()).uids
-        for uid in ("u1", "u2", "true", "8080"):
-            assert identity.is_same_pod(document, uid) == (uid in uids)
+def test_a_trimmed_pod_is_known_by_all_its_uids() -> None:
+    """Its own, and the kubelet's for a static pod, whose annotation is not kept."""
+    static = {"uid": "own", "annotations": {constants.MIRROR_ANNOTATION: "kubelet's"}}
+    assert trim({"metadata": static}, Strings()).uids == ("own", "kubelet's")
+    assert trim({"metadata": static}, Strings()).pod.annotations == {}
+    assert trim({"metadata": {"uid": "own"}}, Strings()).uids == ("own",)
+    assert trim({"metadata": {"uid": ""}}, Strings()).uids == ()
 
 
 @pytest.mark.parametrize("name", NAMES[:-5])

@@ -77,13 +77,25 @@ def test_once_installed_trouble_with_one_part_leaves_the_others_be(
     assert (done, installer.missing) == (["+ bundle", "+ conflist"], "the token has ended")
 
 
-def test_all_trouble_is_told_at_once(parts: list[Part]) -> None:
+def test_all_trouble_is_told_at_once(parts: list[Part], caplog: pytest.LogCaptureFixture) -> None:
     """Who mends one thing must not find the next one afterwards."""
-    installer = Installer(parts)
+    counted: list[str] = []
+    installer = Installer(parts, counted.append)
     installer.look()
-    parts[0].failure, parts[1].failure = IOFailure("no bundle"), IOFailure("the token has ended")
-    installer.look()
-    assert installer.missing == "no bundle; the token has ended"
+    parts[0].failure = IOFailure("no bundle")
+    for _ in range(2):
+        parts[1].failure = IOFailure("the token has ended")
+        installer.look()
+        assert installer.missing == "no bundle; the token has ended"
+        parts[1].failure = None
+        installer.look()
+        assert installer.missing == "no bundle"
+    assert counted == ["", "Part", "Part", "Part"]  # one for the bundle, two for the token
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "not in place: no bundle",
+        "not in place: the token has ended",
+        "not in place: the token has ended",
+    ]
 
 
 def test_the_same_trouble_is_told_of_once(

@@ -51,6 +51,7 @@ class Netlink:
     def __init__(self, protocol: int, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._sequence = _FIRST_REQUEST
+        self._is_read_out = True
         kind = socket.SOCK_RAW | socket.SOCK_CLOEXEC
         try:
             self._socket = socket.socket(socket.AF_NETLINK, kind, protocol)
@@ -93,17 +94,13 @@ class Netlink:
         """Send one request and return the payloads of its replies; none if it is only acknowledged.
 
         A list that changed while the kernel wrote it is asked for again, `DUMP_TRIES` times in all.
+        Of an earlier one that was not read to its end, the rest is passed over.
         """
+        self._pass_over(doing)
         for _ in range(DUMP_TRIES):
             self._sequence += 1
             self._send(doing, frame(kind, flags | _ACK, self._sequence, body))
-            try:
-                replies, interrupted = self._replies(doing)
-            except Refused as refused:
-                if refused.errno != errno.EBUSY or flags & DUMP != DUMP:
-                    raise
-                self._read_out(doing)
-                continue
+            replies, interrupted = self._replies(doing)
             if not interrupted:
                 return replies
         raise ProgrammingFailed(f"{doing}: the list changed each of {DUMP_TRIES} times it was read")
@@ -126,6 +123,7 @@ class Netlink:
         kernels before 6.10 do not send the last one, and those of single messages overflow the
         receive buffer, while the batch is carried out.
         """
+        self._pass_over(doing)
         self._make_room(len(data))
         self._send(doing, data)
         first: Refused | None = None
@@ -134,6 +132,7 @@ class Netlink:
                 for kind, flags, place, payload in self._take(doing, socket.MSG_DONTWAIT):
                     if kind == _ERROR and place < _FIRST_REQUEST:
                         first = first or _refused(doing, place, flags, payload)
+        self._is_read_out = True
         if first is not None:
             raise first
 
@@ -147,6 +146,7 @@ class Netlink:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
 
     def _send(self, doing: str, data: bytes) -> None:
+        self._is_read_out = False
         try:
             self._socket.sendto(data, (0, 0))
         except OSError as error:
@@ -162,18 +162,24 @@ class Netlink:
                     continue
                 interrupted |= bool(flags & _DUMP_INTERRUPTED)
                 if kind in (_ERROR, _DONE):
+                    self._is_read_out = True
                     _check(doing, kind, flags, payload)
                     return replies, interrupted
                 replies.append(payload)
 
-    def _read_out(self, doing: str) -> None:
-        """Take all that is there: the kernel writes one list at a time.
+    def _pass_over(self, doing: str) -> None:
+        """Take what is left of earlier answers, if somebody was interrupted while they came.
 
-        Whoever asked before may have been interrupted in the middle of it.
+        The kernel writes one list at a time, and errors of one batch are not those of the next.
         """
-        with suppress(BlockingIOError):
-            while True:
+        while not self._is_read_out:
+            try:
                 self._take(doing, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._is_read_out = True
+            except Refused as refused:
+                if refused.errno != errno.ENOBUFS:  # some are lost, and nobody wants them
+                    raise
 
     def _receive(self, doing: str) -> list[tuple[int, int, int, bytes]]:
         """Wait for one datagram and take it."""

@@ -13,6 +13,7 @@ import os
 from _thread import start_new_thread
 from contextlib import suppress
 
+from istio_cni.constants import NFT_FAMILY
 from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
     MODULES,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from istio_cni.rules.nfnetlink import Batch
 
-_INET = "inet"
 _BODY = 4  # where attributes begin, after nfgenmsg
 # Something changed meanwhile, or nobody can tell: replies were lost, a signal came.
 _UNSETTLED = (errno.ERESTART, errno.EINTR, errno.EAGAIN, errno.ENOBUFS)
@@ -100,7 +100,7 @@ class Ruleset(Nftables):
         self, makes: int, asks: int, tables: Collection[str], about: bytes = b""
     ) -> list[tuple[int, bytes]]:
         """List objects of some tables; none if there is nothing of the kind."""
-        request = message(asks, DUMP, _INET, about)
+        request = message(asks, DUMP, NFT_FAMILY, about)
         try:
             replies = self.ask("reading our nf_tables tables", *request)
         except Refused as refused:

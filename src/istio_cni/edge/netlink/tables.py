@@ -30,6 +30,7 @@ from istio_cni.rules.netlink import (
     attributes,
     comment,
     frame,
+    frames,
     string,
     text,
 )
@@ -137,11 +138,7 @@ class Nftables(Netlink):
         batch.append(message(DELTABLE, _NONREC, family, string(_TABLE_NAME, table)))
         doing = f"deleting the empty nf_tables table {family} {table}"
         try:
-            packed = b"".join(
-                frame(kind, flags, place, body)
-                for place, (kind, flags, body) in enumerate(batch, 1)
-            )
-            self.batch(doing, framed_batch(packed, len(batch), generation))
+            self.batch(doing, framed_batch(frames(batch), len(batch), generation))
         except Refused as refused:
             if refused.errno not in _LEFT_ALONE:
                 raise
