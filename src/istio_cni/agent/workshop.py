@@ -315,10 +315,11 @@ def _take_tasks(tasks: socket.socket, memory: _Memory, place: int, *, is_extra: 
         if not message:
             return
         number, task = pickle.loads(message)  # noqa: S301 – the agent's, whose fork this is
-        memory.until[place] = task.deadline
-        memory.taken[number] = 1  # from now on something may be touched
-        if not (callers.has_left(descriptors[0]) or _do(task, home, *descriptors)):
-            return
+        if not callers.has_left(descriptors[0]):  # else its number may be another's by now
+            memory.until[place] = task.deadline
+            memory.taken[number] = 1  # from now on something may be touched
+            if not _do(task, home, *descriptors):
+                return
         for descriptor in descriptors:
             os.close(descriptor)
 
