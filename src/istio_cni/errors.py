@@ -28,12 +28,17 @@ Codes below 100 are the CNI specification's; the others are documented in docs/e
 
 from __future__ import annotations
 
+import errno
+
 from istio_cni.constants import QUOTED_MAX_BYTES
 
 try:
     from _json import encode_basestring_ascii
 except ImportError:  # an interpreter that has it in Python only
     from json.encoder import encode_basestring_ascii
+
+
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class IstioCNIError(Exception):
@@ -169,6 +174,18 @@ class InternalError(IstioCNIError):
 
         frames = traceback.format_exception(error)
         return cls(f"internal error: {type(error).__name__}: {quoted(str(error))}", "".join(frames))
+
+
+def as_ours(error: BaseException) -> IstioCNIError:
+    """Return an error of ours as it is, and any other one as what it is to us.
+
+    That the system is short of something passes; all else is a fault of ours.
+    """
+    if isinstance(error, IstioCNIError):
+        return error
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        return TryAgainLater(f"the system is short of something: {error.strerror}")
+    return InternalError.of(error)
 
 
 class Stranded(InternalError):

@@ -31,7 +31,13 @@ from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netlink import tables as tables_module
-from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.errors import (
+    GivenUp,
+    Interrupted,
+    IstioCNIError,
+    ProgrammingFailed,
+    TryAgainLater,
+)
 from istio_cni.rules import nfdump, nfnetlink
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.model import Rule, Ruleset, Table, jump, owner_uid
@@ -72,6 +78,7 @@ def native(**settings: object) -> CaptureConfig:
     return config("", BACKEND="nftables", **settings)
 
 
+NATIVE = apply.Choice(apply.NFTABLES, "a test")
 PLAIN, WHOLE = native(**ALL_DNS), native(**TPROXY, **ALL_DNS)
 
 
@@ -91,8 +98,7 @@ def silent(_level: str, _text: str) -> None:
 
 def program_here(wanted: CaptureConfig, existing: str = apply.REPLACE) -> list[str]:
     """Program the present namespace in this process; return what that changed."""
-    choice = apply.Choice(apply.NFTABLES, "a test")
-    return apply.program(quick(), wanted, silent, choice, existing=existing).changed
+    return apply.program(quick(), wanted, silent, NATIVE, existing=existing).changed
 
 
 def difference_here(wanted: CaptureConfig) -> str:
@@ -570,22 +576,29 @@ def test_hundreds_of_visits_leak_nothing(new_netns: Callable[[], str]) -> None:
 # -- interrupts --------------------------------------------------------------------------------
 
 
-def interrupted(method: str, at: int, work: Callable[[], object], *, undone: bool = False) -> str:
+def interrupted(
+    method: str, at: int, work: Callable[[], object], *, undone: bool = False, again: bool = False
+) -> str:
     """Do something whose socket call number `at` is interrupted; "" if it has fewer.
 
-    That is before the call where it is to stay undone, else after it.
+    That is before the call where it is to stay undone, else after it; with `again`, at each later
+    call, too.
     """
     real, left = getattr(socket.socket, method), at
 
     def hooked(*arguments: Any) -> object:
         nonlocal left
         left -= 1
+        is_hit = left == -1 or (again and left < 0)
+        if is_hit and undone:
+            signal.raise_signal(signal.SIGINT)
         try:
-            return real(*arguments) if left != -1 or not undone else None
+            return real(*arguments)
         finally:
-            if left == -1:
-                raise KeyboardInterrupt
+            if is_hit and not undone:
+                signal.raise_signal(signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     setattr(socket.socket, method, hooked)
     try:
         work()
@@ -596,7 +609,7 @@ def interrupted(method: str, at: int, work: Callable[[], object], *, undone: boo
     return "" if left >= 0 else "nobody saw the interrupt"
 
 
-def interrupt_everywhere(method: str, undone: bool) -> dict[int, tuple[str, int]]:
+def interrupt_everywhere(method: str, undone: bool, again: bool) -> dict[int, tuple[str, int]]:
     """Interrupt a change of rules at each socket call; return what is odd, by the call's number."""
     odd: dict[int, tuple[str, int]] = {}
 
@@ -608,7 +621,8 @@ def interrupt_everywhere(method: str, undone: bool) -> dict[int, tuple[str, int]
         program_here(WHOLE)
         program_here(PLAIN)
         before = opened()
-        outcome = interrupted(method, at, partial(program_here, WHOLE), undone=undone)
+        work = partial(program_here, WHOLE)
+        outcome = interrupted(method, at, work, undone=undone, again=again)
         if not outcome:
             return odd
         more = opened() - before
@@ -618,13 +632,55 @@ def interrupt_everywhere(method: str, undone: bool) -> dict[int, tuple[str, int]
     raise AssertionError("it has no end")
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "on and on"])
 @pytest.mark.parametrize("undone", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("method", ["recvfrom", "sendto"])
 def test_an_interrupt_at_any_moment_leaves_one_state_or_the_other(
-    netns: str, method: str, undone: bool
+    netns: str, method: str, undone: bool, again: bool
 ) -> None:
     """The socket that was interrupted is also the one that brings the former state back."""
-    assert call_inside(netns, interrupt_everywhere, method, undone) == {}
+    assert call_inside(netns, interrupt_everywhere, method, undone, again) == {}
+
+
+def leave_at(question: int, wanted: CaptureConfig) -> bool:
+    """Program the present namespace for somebody who leaves at a question; tell whether they do."""
+    asked = 0
+
+    def may_commit() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > question:
+            raise GivenUp("a test")
+
+    net = Netfilter(deadline=time.monotonic() + 20, may_commit=may_commit)
+    try:
+        apply.program(net, wanted, silent, NATIVE)
+    except TryAgainLater as left:
+        is_done = isinstance(left, Interrupted)
+    else:
+        return False
+    assert is_done == (not difference_here(wanted))
+    return True
+
+
+@pytest.mark.parametrize("programs", [False, True], ids=["alone", "beside iptables"])
+@pytest.mark.parametrize(("old", "new"), [(PLAIN, WHOLE), (WHOLE, PLAIN)])
+def test_who_leaves_a_change_gets_one_state_or_the_other(
+    netns: str, old: CaptureConfig, new: CaptureConfig, programs: bool
+) -> None:
+    """Tables that were replaced cannot be taken back, so the routes that belong to them stay."""
+    if programs:
+        inside(netns, ["iptables-nft", "-t", "nat", "-A", "PREROUTING", "-p", "253"])
+
+    def leave_everywhere() -> int:
+        for question in range(20):
+            program_here(old)
+            if not leave_at(question, new):
+                return question
+            assert "" in (difference_here(old), difference_here(new)), question
+        return 0
+
+    assert call_inside(netns, leave_everywhere) >= 4
 
 
 def test_errors_that_nobody_read_are_not_the_next_batch_s(netns: str) -> None:

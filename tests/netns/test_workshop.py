@@ -19,8 +19,10 @@ import pytest
 
 from istio_cni.agent import workshop
 from istio_cni.agent.workshop import HANDS
+from istio_cni.capture.backend import NFTABLES, Choice
 from istio_cni.edge.netns.namespace import APPLY_LOCK
-from istio_cni.plugin.work import CLEAN_UP, Task
+from istio_cni.plugin.work import CLEAN_UP, PROGRAM, Task
+from istio_cni.rules.config import CaptureConfig
 from launcher_agent import LIMIT, REPLY
 from namespaces import call_inside, inside
 from netns.agents import (
@@ -345,19 +347,28 @@ def test_the_back_end_is_found_however_long_a_start_takes(netns: str) -> None:
     assert done.stdout.strip().splitlines()[-1].startswith("iptables-"), done.stderr
 
 
-def test_what_was_given_up_is_not_done_later(netns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even while whoever gave it up waits for its turn to say so."""
+@contextmanager
+def small_shop(monkeypatch: pytest.MonkeyPatch) -> Iterator[workshop.Workshop]:
+    """Have a workshop of one process, which waits for its first task; for children only."""
     monkeypatch.setattr(workshop, "HANDS", 1)
     monkeypatch.setattr(workshop, "HANDS_MAX", 1)
+    shop = workshop.Workshop()
+    shop.begin(None)
+    wait(lambda: shop.is_free, "its process waits")
+    try:
+        yield shop
+    finally:
+        shop.close()
 
-    def give_up() -> str:
-        shop = workshop.Workshop()
-        shop.begin(None)
-        wait(lambda: shop.is_free, "its process waits")
+
+def test_what_was_given_up_is_not_done_later(netns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while whoever gave it up waits for its turn to say so."""
+
+    def give_up(shop: workshop.Workshop) -> str:
         task = Task(CLEAN_UP, netns, time.monotonic() + 10)
         held, own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), os.open(netns, os.O_RDONLY)
         held.bind(APPLY_LOCK)
-        caller, stays = socket.socketpair()
+        caller, _stays = socket.socketpair()
 
         def run(**how: Any) -> object:
             return shop.run(task, own, caller.fileno(), lambda *_: None, **how)
@@ -377,9 +388,38 @@ def test_what_was_given_up_is_not_done_later(netns: str, monkeypatch: pytest.Mon
             run(waiting=let_go, take_s=0.05)
         except workshop.WorkshopClosed as error:
             return error.msg
-        finally:
-            stays.close()
-            shop.close()
         return "it was done"
 
-    assert call_inside(netns, give_up) == "nobody takes the task"
+    def give_up_inside() -> str:
+        with small_shop(monkeypatch) as shop:
+            return give_up(shop)
+
+    assert call_inside(netns, give_up_inside) == "nobody takes the task"
+
+
+def test_what_is_done_in_passing_needs_no_user_namespace(
+    netns: str, new_netns: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the agent's own thread; so the process comes home, and does the next task."""
+    give_address(netns, "10.1.0.5/24")
+    choice = Choice(NFTABLES, "a test")
+
+    def program(shop: workshop.Workshop, path: str, *, in_passing: bool) -> object:
+        until = time.monotonic() + 10
+        task = Task(PROGRAM, path, until, choice, CaptureConfig(), in_passing=in_passing)
+        caller, _stays = socket.socketpair()
+        with opened(path) as (pod,):
+            return shop.run(task, pod, caller.fileno(), lambda *_: None)
+
+    def program_both(foreign: str) -> tuple[bool, list[bool], bool]:
+        with small_shop(monkeypatch) as shop:
+            done = [
+                isinstance(program(shop, path, in_passing=True), dict) for path in (foreign, netns)
+            ]
+            inside(netns, ["iptables-nft", "-t", "nat", "-A", "PREROUTING", "-p", "253"])
+            wants_programs = program(shop, netns, in_passing=True) is None
+            return shop.is_free, done, wants_programs
+
+    with user_namespace_pod(new_netns(), mapped_first=True) as (path, _):
+        assert call_inside(new_netns(), program_both, path) == (True, [True, True], True)
+        assert "table inet istio-proxy-nat" in inside(path, ["nft", "list", "tables"])

@@ -1,14 +1,22 @@
-"""How foreign values are shown: on one line, harmless, and not too long."""
+"""How foreign values are shown, on one line, harmless, and not too long; what errors are to us."""
 
 from __future__ import annotations
 
 import datetime
+import errno
 import json
 
 import pytest
 
 from istio_cni.constants import QUOTED_MAX_BYTES
-from istio_cni.errors import json_string, quoted
+from istio_cni.errors import (
+    InternalError,
+    InvalidNetns,
+    TryAgainLater,
+    as_ours,
+    json_string,
+    quoted,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +75,11 @@ def test_a_large_value_is_cut() -> None:
 def test_a_json_string_is_the_standard_library_s(text: str) -> None:
     """Only cheaper to get."""
     assert json_string(text) == json.dumps(text)
+
+
+def test_a_shortage_passes_and_a_fault_does_not() -> None:
+    """The runtime repeats a call that failed for want of descriptors or memory."""
+    assert as_ours(OSError(errno.EMFILE, "Too many open files")).code == TryAgainLater.code
+    assert as_ours(OSError(errno.ENOSPC, "No space left on device")).code == InternalError.code
+    refused = InvalidNetns("no")
+    assert as_ours(refused) is refused

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 
-from istio_cni.errors import InternalError, InvalidSettings, IstioCNIError
+from istio_cni.errors import InvalidSettings, as_ours
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _run(workshop: Workshop) -> int:
         sys.stderr.writelines(f"install-cni: {problem}\n" for problem in error.problems)
         return 2
     except Exception as error:  # the one place that turns errors into a line and a status
-        known = error if isinstance(error, IstioCNIError) else InternalError.of(error)
+        known = as_ours(error)
         LOG.debug("%s", known.msg, exc_info=error)
         sys.stderr.write(f"install-cni: {known.msg}\n")
         return 1

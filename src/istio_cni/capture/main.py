@@ -23,6 +23,7 @@ from istio_cni.errors import (
     InvalidParameter,
     IOFailure,
     IstioCNIError,
+    as_ours,
 )
 from istio_cni.rules.config import CaptureConfig
 from istio_cni.rules.iptables import render
@@ -62,7 +63,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     except BrokenPipeError:
         return 1
     except Exception as error:
-        _complain(InternalError.of(error))
+        _complain(as_ours(error))
         return 1
     return 0
 

@@ -6,6 +6,7 @@ when it fails; our nf_tables tables change in one batch, which needs no way back
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,7 +18,7 @@ from istio_cni.capture.backend import guard_stands, may_hold_iptables, ours_nati
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
 from istio_cni.edge.netns import hold_apply_lock
-from istio_cni.errors import GivenUp, IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.errors import GivenUp, Interrupted, IstioCNIError, ProgrammingFailed, TryAgainLater
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -64,10 +65,20 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
-        try:
-            self.revert(error)
-        finally:
-            self._take_down_guard()  # an interrupt may have come while that was done
+        self._turning_back = True
+        stays = False
+        with uninterrupted():
+            try:
+                with suppress(IstioCNIError):  # who cannot read the tables does not know
+                    stays = self.may_stay(error) and self.is_whole()
+                if not stays:
+                    self.revert(error)
+            finally:
+                self._take_down_guard()  # an interrupt may have come while that was done
+        if stays and isinstance(error, GivenUp):
+            raise Interrupted(
+                "all was done when whoever asked had gone; repeating the call finds it done"
+            ) from error
 
     @property
     def kernel(self) -> netlink.Ruleset:
@@ -213,14 +224,14 @@ class Session:
         """
         return self.target is not None and self.target == ours_native(self.tables())
 
+    def may_stay(self, error: BaseException) -> bool:
+        """Tell whether what is done may stay; tables that were replaced cannot be taken back."""
+        return not (isinstance(error, GivenUp) and self.native_made)
+
     def revert(self, error: BaseException) -> None:
-        """Bring everything back to what it was, unless all is done already and wanted."""
-        self._turning_back = True
-        given_up = isinstance(error, GivenUp)
-        if not given_up and self.is_whole():
-            return
+        """Bring everything back to what it was."""
         try:
-            if given_up and self.native_made:
+            if isinstance(error, GivenUp) and self.native_made:
                 self.forget_native()
             if self.former_routing is not None:
                 with netlink.Route() as route:
@@ -247,6 +258,17 @@ def other_rules(what: str) -> ProgrammingFailed:
 def one_line(error: BaseException) -> str:
     """Return what an error says, in a line."""
     return error.msg if isinstance(error, IstioCNIError) else f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Have the signals that end a program wait for the end of a block."""
+    later = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, later)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ when the former state cannot be brought back.
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from istio_cni.capture.tools import (
 )
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import CommandFailed, Netfilter, Tool
-from istio_cni.errors import GivenUp, IstioCNIError, ProgrammingFailed, TryAgainLater
+from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.rules import state as tables_of
 from istio_cni.rules.iptables import block, parse_save
 from istio_cni.rules.model import Family, Ruleset, Table
@@ -250,17 +249,16 @@ class Run(Session):
         except IstioCNIError as error:
             self.log("warn", f"empty tables may be left: {error.msg}")
 
+    def may_stay(self, error: BaseException) -> bool:
+        """Tell whether what is done may stay: not while iptables may hold rules of ours, too."""
+        return not self.native_made
+
     def revert(self, error: BaseException) -> None:
         """Bring the former state back; where that fails, shut the namespace and say so.
 
         The last change goes first, so that where one variant took over from the other there is
         always one that captures.
         """
-        self._turning_back = True
-        if not self.native_made and not isinstance(error, GivenUp) and self.is_whole():
-            return
-        later = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, later)
         start, end = time.monotonic(), self.net.rollback_deadline
         self.net.deadline = start + ROLLBACK_SHARE * (end - start)
         try:
@@ -278,7 +276,6 @@ class Run(Session):
             raise ProgrammingFailed(f"{one_line(error)}; {lost}") from error
         finally:
             self._sweep(set(netlink.IPTABLES_TABLES) - self.nft_before)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def _now(self, tool: Tool) -> State:
         return parse_save(self.net.save(tool))

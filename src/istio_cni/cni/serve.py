@@ -15,7 +15,7 @@ from __future__ import annotations
 from istio_cni.cni.document import render
 from istio_cni.cni.request import complete, parse_environment, request_version
 from istio_cni.constants import NEWEST_VERSION, STDIN_MAX_BYTES, SUPPORTED_VERSIONS
-from istio_cni.errors import InternalError, IOFailure, IstioCNIError
+from istio_cni.errors import InternalError, IOFailure, IstioCNIError, as_ours
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _run(request: Request, verbs: Verbs, report: Report) -> JSON | None:
 
 def _reported(error: Exception, verb: str, container_id: str, report: Report) -> IstioCNIError:
     """Log a failure and return it as one of ours; a log that fails is not worth a call."""
-    known = error if isinstance(error, IstioCNIError) else InternalError.of(error)
+    known = as_ours(error)
     try:
         report(verb, container_id, known)
     except Exception:

@@ -78,9 +78,9 @@ class Host:
         return not allowed and proc.namespace(netns) == proc.namespace(proc.OWN_NETNS)
 
     def run_elsewhere(self, task: Task, netns: int) -> object:
-        """Have another process do what this thread could do itself; None if this one is to do it.
+        """Have another process do in passing what this thread could do itself.
 
-        None also says that nothing was begun.
+        None says that nothing was changed, and this thread is to do it.
         """
         return None
 

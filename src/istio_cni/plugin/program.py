@@ -9,12 +9,12 @@ comes back with the report.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 from istio_cni.capture import apply
 from istio_cni.capture.settings import read_settings
 from istio_cni.edge import netns as namespaces
-from istio_cni.edge.netfilter import NeedsPrograms, Netfilter
+from istio_cni.edge.netfilter import Netfilter
 from istio_cni.errors import InternalError, Interrupted, IOFailure
 from istio_cni.plugin import work
 from istio_cni.plugin.attachments import Attachment
@@ -140,7 +140,7 @@ def _inside(host: Host, netns: int, task: Task) -> dict[str, object]:
     """
     answer: object = None
     if task.choice.name == apply.NFTABLES:
-        answer = host.run_elsewhere(task, netns) or _visit(host, netns, task)
+        answer = _in_passing(host, netns, task._replace(in_passing=True))
     if answer is None:
         answer = host.run_inside(task, netns)
     if not isinstance(answer, dict):
@@ -148,13 +148,14 @@ def _inside(host: Host, netns: int, task: Task) -> dict[str, object]:
     return answer
 
 
-def _visit(host: Host, netns: int, task: Task) -> dict[str, object] | None:
-    """Do a task in this thread; None if it needs programs, and has changed nothing."""
+def _in_passing(host: Host, netns: int, task: Task) -> object:
+    """Have a task done that needs no programs; None if it does, and then nothing was changed."""
+    answer = host.run_elsewhere(task, netns)
+    if answer is not None:
+        return answer
     confirm = host.confirm if host.may_be_left else None
-    inside = namespaces.Inside(host.log.write)
-    with namespaces.visiting(netns), suppress(NeedsPrograms):
-        return work.run(task, inside, confirm, may_start_programs=False)
-    return None
+    with namespaces.visiting(netns):
+        return work.run(task, namespaces.Inside(host.log.write), confirm)
 
 
 def _recorded(backend: str) -> apply.Choice:

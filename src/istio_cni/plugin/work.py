@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from istio_cni import constants
@@ -16,7 +17,7 @@ from istio_cni.capture.backend import once_each
 from istio_cni.capture.settings import to_settings
 from istio_cni.edge import netlink
 from istio_cni.edge import netns as namespaces
-from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netfilter import NeedsPrograms, Netfilter
 from istio_cni.errors import InternalError
 from istio_cni.rules.config import CaptureConfig
 
@@ -37,7 +38,8 @@ class Task(NamedTuple):
     """One piece of work; `path` is the namespace's, which programs lock as a file of its own.
 
     `deadline` is an instant of CLOCK_MONOTONIC. The namespace must be that of `cookie`, unless that
-    is 0. `variants` of iptables, each with its family's program, are what was recorded.
+    is 0. `variants` of iptables, each with its family's program, are what was recorded. Done
+    `in_passing`, a task starts no programs, or is not done.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Task(NamedTuple):
     config: CaptureConfig | None = None
     cookie: int = 0
     variants: tuple[tuple[str, str], ...] = ()
+    in_passing: bool = False
 
 
 def run(
@@ -55,11 +58,11 @@ def run(
     may_commit: Callable[[], None] | None = None,
     *,
     prove: bool = True,
-    may_start_programs: bool = True,
-) -> dict[str, object]:
+) -> dict[str, object] | None:
     """Do a task in the present namespace; part of the time is kept for a roll-back.
 
-    The last three are those of `Netfilter`.
+    None if it was to be done in passing and needs programs; nothing was changed then. The last two
+    are those of `Netfilter`.
     """
     left = task.deadline - time.monotonic()
     net = Netfilter(
@@ -69,9 +72,11 @@ def run(
         shadow_lock=inside.shadow_lock,
         may_commit=may_commit,
         prove=prove,
-        may_start_programs=may_start_programs,
+        may_start_programs=not task.in_passing,
     )
-    return _WORK[task.name](task, inside, net)
+    with suppress(NeedsPrograms):
+        return _WORK[task.name](task, inside, net)
+    return None
 
 
 def _program(task: Task, inside: Inside, net: Netfilter) -> dict[str, object]:

@@ -15,7 +15,7 @@ import struct
 import time
 from contextlib import suppress
 
-from istio_cni.errors import ProgrammingFailed
+from istio_cni.errors import ProgrammingFailed, TryAgainLater
 from istio_cni.rules.netlink import HEADER, attributes, frame, padded, text
 
 TYPE_CHECKING = False
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DUMP = 0x300
 CREATE = 0x400
 CREATE_NEW = 0x600  # CREATE | EXCL: an error if it exists
-DUMP_TRIES = 5
+DUMP_TRIES, DUMP_PAUSE_S = 5, 0.01
 
 _SOL_NETLINK, _CAP_ACK, _EXT_ACK, _GET_STRICT_CHECK = 270, 10, 11, 12
 _ACK, _DUMP_INTERRUPTED, _ACK_HAS_ATTRIBUTES = 0x4, 0x10, 0x200
@@ -103,7 +103,8 @@ class Netlink:
             replies, interrupted = self._replies(doing)
             if not interrupted:
                 return replies
-        raise ProgrammingFailed(f"{doing}: the list changed each of {DUMP_TRIES} times it was read")
+            time.sleep(DUMP_PAUSE_S)
+        raise TryAgainLater(f"{doing}: the list changed each of {DUMP_TRIES} times it was read")
 
     def change(self, doing: str, kind: int, flags: int, body: bytes, unless: int) -> bool:
         """Send one request; False if the kernel answers with the error number `unless`."""

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from _thread import start_new_thread
 from contextlib import suppress
 
 from istio_cni.constants import NFT_FAMILY
-from istio_cni.edge.netlink.messages import DUMP, DUMP_TRIES, Refused
+from istio_cni.edge.netlink.messages import DUMP, DUMP_PAUSE_S, DUMP_TRIES, Refused
 from istio_cni.edge.netlink.tables import (
     MODULES,
     Nftables,
     framed_batch,
     message,
 )
-from istio_cni.errors import ProgrammingFailed
+from istio_cni.errors import ProgrammingFailed, TryAgainLater
 from istio_cni.rules.netlink import (
     DELTABLE,
     GETCHAIN,
@@ -81,7 +82,8 @@ class Ruleset(Nftables):
             found = self._dump_once(tables)
             if self.generation() == before:
                 return found
-        raise ProgrammingFailed(f"nf_tables changed each of {DUMP_TRIES} times it was read")
+            time.sleep(DUMP_PAUSE_S)
+        raise TryAgainLater(f"nf_tables changed each of {DUMP_TRIES} times it was read")
 
     def _dump_once(self, tables: Collection[str]) -> list[tuple[int, bytes]]:
         found = self._all(NEWTABLE, GETTABLE, tables) + self._all(NEWCHAIN, GETCHAIN, tables)

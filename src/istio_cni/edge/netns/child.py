@@ -19,11 +19,11 @@ from istio_cni import errors
 from istio_cni.constants import ROLLBACK_RESERVE_S
 from istio_cni.edge.netns import entry, namespace
 from istio_cni.errors import (
-    InternalError,
     Interrupted,
     IstioCNIError,
     ProgrammingFailed,
     TryAgainLater,
+    as_ours,
 )
 
 TYPE_CHECKING = False
@@ -101,12 +101,16 @@ def run_inside(
     return outcome(messages, deadline, log)
 
 
-def visit_and_report(work: Callable[[Inside], object], netns: int, send: int, home: int) -> bool:
+def visit_and_report(
+    work: Callable[[Inside], object], netns: int, send: int, home: int, *, for_good: bool
+) -> bool:
     """Do the same in this process, which is in a shared sandbox, and report to `send`.
 
-    False if it is not at `home` any more, or in a sandbox of its own, and must do no more.
+    With `for_good` it enters the owning user namespace too, if that is not ours, from which there
+    is no way back. False if it is not at `home` any more, or in a sandbox of its own, and must do
+    no more.
     """
-    is_foreign = namespace.is_foreign(netns)
+    is_foreign = for_good and namespace.is_foreign(netns)
     sandbox: list[Inside] = []
 
     def live(log: Log) -> object:
@@ -182,11 +186,9 @@ def report(send: int, work: Callable[[Log], object]) -> bool:
 
     try:
         tell(result=work(lambda level, text: tell(log=level, msg=text)))
-    except IstioCNIError as error:
-        tell(error=type(error).__name__, msg=error.msg, details=error.details)
     except BaseException as error:
-        fault = InternalError.of(error)
-        tell(error="InternalError", msg=fault.msg, details=fault.details)
+        known = as_ours(error)
+        tell(error=type(known).__name__, msg=known.msg, details=known.details)
     else:
         return True
     return False
