@@ -78,6 +78,7 @@ LOOK_UP_TIMEOUT_S = 12.0  # part of it for the API server
 LOOK_UP_SHARE = 0.6  # of what is left, where that is less
 CHECK_TIMEOUT_S = 10.0
 ROLLBACK_RESERVE_S = 4.0  # part of it kept for restoring the former state
+LATE_ROLLBACK_S = 2.0  # for who finds all time over: it was stopped, and holds the lock still
 DEL_UNDO_TIMEOUT_S = 1.0
 STDIN_MAX_BYTES = 16 * 1024 * 1024
 QUOTED_MAX_BYTES = 256  # of a foreign value in a log line, error or event

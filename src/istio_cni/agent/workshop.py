@@ -28,6 +28,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 from istio_cni.agent.memory import look_seldom
+from istio_cni.constants import LATE_ROLLBACK_S
 from istio_cni.edge import callers, netfilter, proc
 from istio_cni.edge import netns as namespaces
 from istio_cni.errors import TryAgainLater
@@ -46,6 +47,7 @@ TASK_MAX_BYTES = 1 << 18  # as much as all annotations of a pod may have
 TAKE_S = 0.3  # for somebody to take a task; the plugin in process needs time, too
 _EXTRA_S = 2.0  # that a process beyond `HANDS` waits for a task
 _LOOK_EVERY_S = 1.0  # whether somebody is overdue
+_LATE_S = LATE_ROLLBACK_S + 0.5  # for what was begun and nobody waits for
 _FORK_PAUSE_S = 0.2
 _REST_S = 0.02  # before another process takes the place of one that has ended
 _SO_SNDBUFFORCE = 32
@@ -287,7 +289,7 @@ class _Hands:
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for end, place in list(self._ends.items()):
-            if _NOBODY < self._memory.until[place] <= now:
+            if _NOBODY < self._memory.until[place] <= now - _LATE_S:
                 self._bury(end)
 
     def _bury(self, end: int) -> None:

@@ -260,6 +260,8 @@ class Run(Session):
         always one that captures.
         """
         start, end = time.monotonic(), self.net.rollback_deadline
+        if start >= end:
+            end = start + self.net.late_s
         self.net.deadline = start + ROLLBACK_SHARE * (end - start)
         try:
             if self.former_routing is not None:

@@ -128,7 +128,8 @@ class Netfilter:
     unique to the namespace (its path) in CNI mode, "" otherwise: then the node-wide xtables lock is
     waited for, `lock_wait_s` seconds. `keep` is a descriptor that programs inherit, so that the
     apply lock outlives a killed parent until they have ended. `may_commit` is called right before
-    every change, and raises where nobody wants it any more; None: somebody does in any case. With
+    every change, and raises where nobody wants it any more; None: somebody does in any case. Who
+    finds all time over, since it was stopped, has `late_s` for a roll-back. With
     `prove`, what was loaded is read back also where there was nothing before. Who may not start
     programs gets NeedsPrograms where one would be, which is before any change.
     """
@@ -139,6 +140,7 @@ class Netfilter:
         "_shadow",
         "deadline",
         "keep",
+        "late_s",
         "lock_file",
         "lock_wait_s",
         "may_commit",
@@ -159,9 +161,11 @@ class Netfilter:
         may_commit: Callable[[], None] | None = None,
         prove: bool = True,
         may_start_programs: bool = True,
+        late_s: float = 0.0,
     ) -> None:
         self._may_start = may_start_programs
         self.prove = prove
+        self.late_s = late_s
         self.may_commit = may_commit
         self.deadline = deadline
         self.rollback_deadline = rollback_deadline or deadline + ROLLBACK_RESERVE_S

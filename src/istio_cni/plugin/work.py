@@ -73,6 +73,9 @@ def run(
         may_commit=may_commit,
         prove=prove,
         may_start_programs=not task.in_passing,
+        late_s=constants.LATE_ROLLBACK_S
+        if task.name == PROGRAM
+        else 0.0,  # what is removed stays so
     )
     with suppress(NeedsPrograms):
         return _WORK[task.name](task, inside, net)
