@@ -7,6 +7,7 @@ wait for ten seconds, and the bundle for a lock as long again; the number is tha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
@@ -334,9 +335,14 @@ def test_an_agent_may_be_stopped_at_any_moment(
         agent.resume(stopped)
         assert is_serving(agent.socket)
         assert agent.rest(resting) == resting
-        after = [see(netns, node) for _, netns, _ in made]
-    new = [added(*pair)[:3] for pair in zip(before, after, strict=True)]
-    assert new == [[]] * PODS, codes
+
+        def new() -> list[list[str]]:
+            after = [see(netns, node) for _, netns, _ in made]
+            return [added(*pair)[:3] for pair in zip(before, after, strict=True)]
+
+        with contextlib.suppress(AssertionError):  # what a program was loading is taken back
+            wait(lambda: not any(new()), "nothing is new", patience_s=5.0)
+        assert new() == [[]] * PODS, codes
 
 
 # -- calls that waited to be taken in --------------------------------------------------------------

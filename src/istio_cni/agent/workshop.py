@@ -244,6 +244,7 @@ class _Hands:
         self._memory = memory
         self._processes: dict[int, int] = {}  # by place
         self._ends: dict[int, int] = {}  # places, by the pipe that ends with the process
+        self._overdue: dict[int, float] = {}  # since when that was seen: all may have been stopped
         self._poll = select.poll()
         self._poll.register(orders, select.POLLIN)
 
@@ -289,11 +290,14 @@ class _Hands:
     def _end_overdue(self) -> None:
         now = time.monotonic()
         for end, place in list(self._ends.items()):
-            if _NOBODY < self._memory.until[place] <= now - _LATE_S:
+            if not _NOBODY < self._memory.until[place] <= now:
+                self._overdue.pop(end, None)
+            elif now - self._overdue.setdefault(end, now) >= _LATE_S:
                 self._bury(end)
 
     def _bury(self, end: int) -> None:
         place = self._ends.pop(end)
+        self._overdue.pop(end, None)
         self._poll.unregister(end)
         os.close(end)
         namespaces.end(self._processes.pop(place))

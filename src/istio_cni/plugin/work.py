@@ -65,6 +65,7 @@ def run(
     are those of `Netfilter`.
     """
     left = task.deadline - time.monotonic()
+    is_removal = task.name == CLEAN_UP  # what is removed stays so
     net = Netfilter(
         deadline=task.deadline - min(constants.ROLLBACK_RESERVE_S, left / 2),
         rollback_deadline=task.deadline - left / 20,  # and the time to tell
@@ -73,9 +74,7 @@ def run(
         may_commit=may_commit,
         prove=prove,
         may_start_programs=not task.in_passing,
-        late_s=constants.LATE_ROLLBACK_S
-        if task.name == PROGRAM
-        else 0.0,  # what is removed stays so
+        late_s=0.0 if is_removal else constants.LATE_ROLLBACK_S,
     )
     with suppress(NeedsPrograms):
         return _WORK[task.name](task, inside, net)
