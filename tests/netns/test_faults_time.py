@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from istio_cni.capture import apply
 from istio_cni.capture.settings import to_settings
 from istio_cni.cni.request import Request
 from istio_cni.edge import netns as namespaces
-from istio_cni.edge.netfilter import Netfilter
+from istio_cni.edge.netfilter import SEARCH_PATH, Netfilter
 from istio_cni.errors import IstioCNIError, ProgrammingFailed, TryAgainLater
 from istio_cni.plugin import program as plugin_program
 from istio_cni.plugin.attachments import Attachments
@@ -127,6 +128,33 @@ def test_plugin_keeps_its_deadline_when_the_roll_back_hangs(pod_netns: str, tmp_
     assert "drop rules are in place" in error.msg
     assert took_s < 2.0
     assert rules(pod_netns).count("-j DROP") == 6
+
+
+@pytest.mark.parametrize("late_s", [0.0, 2.0])
+def test_who_was_stopped_has_time_to_take_back_what_was_loaded(
+    pod_netns: str, tmp_path: Path, late_s: float
+) -> None:
+    """A program loads its rules, and when it is looked at again all time is over."""
+    script = 'text=$(cat); [ -e $HERE/hung ] && { echo "$text" | $REAL "$@"; exit; }'
+    script += f'; : > $HERE/hung; echo "$text" | $REAL "$@"; {HANG}'
+    wrap(tmp_path, "iptables-nft-restore", script)
+    before = rules(pod_netns)
+
+    def work() -> str:
+        until = time.monotonic() + 1.0
+        search = f"{tmp_path}:{SEARCH_PATH}"
+        net = Netfilter(deadline=until, rollback_deadline=until, search_path=search, late_s=late_s)
+        wanted = config("nft")
+        try:
+            apply.program(net, wanted, lambda *_: None, apply.choose(net, wanted))
+        except IstioCNIError as error:
+            return error.msg
+        return "it was done"
+
+    message = call_inside(pod_netns, work)
+    assert "did not end within" in message
+    assert ("could not be restored" in message) == (not late_s)
+    assert (rules(pod_netns) == before) == bool(late_s)
 
 
 def test_program_that_hangs_takes_its_own_along(netns: str, tmp_path: Path) -> None:

@@ -190,6 +190,25 @@ def test_a_process_that_hangs_is_ended_in_time(served: Node, agent: Agent, pod_n
     assert served.call("ADD", pod_netns, config=config).status == 0
 
 
+def test_who_is_overdue_is_ended_some_time_after_that_is_seen(
+    served: Node, agent: Agent, pod_netns: str
+) -> None:
+    """All of them may have been stopped, and take back first what they did."""
+    busy, *others = hands(agent)
+    config, shop = served.config(backend="iptables"), agent.workshop()
+    with held_apply_lock(pod_netns), stopped(others), ExitStack() as stack:
+        asking = threading.Thread(target=add, args=(agent, pod_netns, config, 1.0))
+        asking.start()
+        wait(lambda: away(agent) == [busy], "it waits")
+        stack.enter_context(stopped([busy]))
+        with stopped([shop]):
+            asking.join()
+            time.sleep(3.0)
+        time.sleep(1.2)  # the workshop looks every second
+        assert is_alive(busy)
+        wait(lambda: not is_alive(busy), "it is ended", patience_s=5.0)
+
+
 def test_a_task_that_nobody_takes_is_left_to_the_bundle(
     served: Node, agent: Agent, pod_netns: str
 ) -> None:

@@ -106,11 +106,12 @@ def check(net: Netfilter, config: CaptureConfig, backend: str, variants: dict[st
 
 def holders(net: Netfilter) -> tuple[str, dict[str, str]]:
     """Return which back end holds rules of ours here, and in which variant per family's program."""
-    if ours_native(netlink.nft_tables()):
+    tables = netlink.nft_tables()
+    if ours_native(tables):
         return NFTABLES, {}
     from istio_cni.capture import iptables  # a CHECK without a record
 
-    return IPTABLES, iptables.holders(net)
+    return IPTABLES, iptables.holders(net, tables)
 
 
 def working_variant(net: Netfilter) -> str:

@@ -8,7 +8,7 @@ from istio_cni import constants
 from istio_cni.capture import routing
 from istio_cni.capture.backend import IPTABLES, Choice, Report, once_each, ours_native
 from istio_cni.capture.session import REFUSE, REWRITE, Log, other_rules
-from istio_cni.capture.tools import BASE, Held, kept, survey
+from istio_cni.capture.tools import BASE, Held, Tables, kept, survey
 from istio_cni.capture.transaction import running
 from istio_cni.edge import netlink
 from istio_cni.edge.netfilter import Netfilter
@@ -69,27 +69,29 @@ def fresh_texts(config: CaptureConfig) -> Mapping[Family, str]:
 
 def difference(net: Netfilter, config: CaptureConfig, variants: dict[str, str]) -> str:
     """Return the first thing in which iptables' tables differ from what is wanted, or ""."""
-    ruleset = prepare(config)
-    for name in ours_native(netlink.nft_tables()):
+    ruleset, tables = prepare(config), netlink.nft_tables()
+    for name in ours_native(tables):
         return f"{constants.NFT_FAMILY} {name}: the table is unexpected"
     for family in Family:
         target = tables_of.wanted(ruleset, family)
-        found = _family_difference(net, family, target, variants.get(BASE[family], ""))
+        found = _family_difference(net, family, tables, target, variants.get(BASE[family], ""))
         if found:
             return found
     return ""
 
 
-def leftover(net: Netfilter) -> str:
+def leftover(net: Netfilter, tables: Tables) -> str:
     """Return the first thing of ours in any variant's tables, where there should be nothing."""
-    found = (_family_difference(net, family, {}, "") for family in Family)
+    found = (_family_difference(net, family, tables, {}, "") for family in Family)
     return next(filter(None, found), "")
 
 
-def _family_difference(net: Netfilter, family: Family, target: State, chosen: str) -> str:
+def _family_difference(
+    net: Netfilter, family: Family, tables: Tables, target: State, chosen: str
+) -> str:
     if target and not chosen:
         return f"{BASE[family]} holds no rules of ours"
-    held, unread = survey(net, family)
+    held, unread = survey(net, family, tables)
     for variant in dict.fromkeys((chosen, *held) if target else held):
         if variant in unread:
             raise ProgrammingFailed(f"the rules cannot be read: {unread[variant].msg}")
@@ -99,12 +101,12 @@ def _family_difference(net: Netfilter, family: Family, target: State, chosen: st
     return ""
 
 
-def holders(net: Netfilter) -> dict[str, str]:
+def holders(net: Netfilter, tables: Tables) -> dict[str, str]:
     """Return the variant that holds rules of ours per family's program, where one does."""
     return {
         BASE[family]: variant
         for family in Family
-        for variant, held in survey(net, family).held.items()
+        for variant, held in survey(net, family, tables).held.items()
         if ours(held.state)
     }
 

@@ -63,4 +63,4 @@ def difference(net: Netfilter, config: CaptureConfig) -> str:
         return found
     from istio_cni.capture import iptables  # where iptables has tables
 
-    return iptables.leftover(net)
+    return iptables.leftover(net, tables)

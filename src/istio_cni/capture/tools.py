@@ -21,6 +21,7 @@ from istio_cni.rules.iptables import parse_save
 from istio_cni.rules.model import Family, Table
 from istio_cni.rules.state import State, ours
 
+Tables = tuple[netlink.Listed, ...]
 VARIANTS = ("legacy", "nft")
 BASE = {Family.V4: "iptables", Family.V6: "ip6tables"}
 NFT_FAMILY = {Family.V4: "ip", Family.V6: "ip6"}
@@ -45,11 +46,11 @@ class Survey(NamedTuple):
     unread: dict[str, CommandFailed]
 
 
-def survey(net: Netfilter, family: Family) -> Survey:
-    """Read what each variant holds in the present namespace."""
+def survey(net: Netfilter, family: Family, tables: Tables) -> Survey:
+    """Read what each variant holds in the present namespace, where nf_tables has these tables."""
     found = Survey({}, {})
     for variant in VARIANTS:
-        if has_tables(variant, family):
+        if has_tables(variant, family, tables):
             _read(net, family, variant, found)
     return found
 
@@ -88,11 +89,10 @@ def load(net: Netfilter, tool: Tool, document: str, again: Callable[[], str] | N
     return None
 
 
-def has_tables(variant: str, family: Family) -> bool:
-    """Tell whether a variant has tables for a family in the present namespace."""
+def has_tables(variant: str, family: Family, tables: Tables) -> bool:
+    """Tell whether a variant has tables for a family in the present namespace; see `survey`."""
     if variant == "legacy":
         return not _TABLES.isdisjoint(netlink.legacy_tables(family.value))
-    tables = netlink.nft_tables()
     return any(table.family == NFT_FAMILY[family] and table.name in _TABLES for table in tables)
 
 

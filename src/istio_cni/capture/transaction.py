@@ -49,7 +49,8 @@ class Run(Session):
     def __enter__(self) -> Run:
         self.net.keep = self._place.lock.fileno()
         try:
-            found = {family: survey(self.net, family) for family in Family}
+            tables = self._place.tables
+            found = {family: survey(self.net, family, tables) for family in Family}
         except BaseException:
             self.net.keep = None
             raise
@@ -104,7 +105,10 @@ class Run(Session):
             (family, tool.variant): Held(tool, {}) for family, (tool, _) in loads.items()
         }
         failed = any(self.net.load_together(list(loads.values())))
-        if failed or not all(has_tables(tool.variant, each) for each, (tool, _) in loads.items()):
+        tables = self.tables()
+        if failed or not all(
+            has_tables(tool.variant, each, tables) for each, (tool, _) in loads.items()
+        ):
             self._take_back(loads)
             return {}
         used = {family: tool.variant for family, (tool, _) in loads.items()}
@@ -150,7 +154,7 @@ class Run(Session):
         if self._load(family, held.tool, held.state, text):
             if self.net.prove or held.state:
                 self._prove(family, held.tool, target)
-            elif not has_tables(held.tool.variant, family):
+            elif not has_tables(held.tool.variant, family, self.tables()):
                 raise CommandFailed(f"{held.tool.name}-restore", 0, "it succeeded without a table")
 
     def _prove(self, family: Family, tool: Tool, target: State) -> None:
